@@ -1,0 +1,1 @@
+"""The meanings: what a program does when it runs."""

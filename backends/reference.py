@@ -1,0 +1,208 @@
+"""The meaning of programs: all ranks in this process, one node at a time. Slow and plain on purpose.
+
+`run_program` runs a global Program as ordinary Python: a transfer is the identity, so it must equal the model. `run_ranks`
+runs the ranks' programs, each until it has to wait, with messages in queues. Every other backend is compared with this one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pdcompiler.core import ops
+from pdcompiler.core.errors import DeadlockError
+from pdcompiler.core.ir import Program, RankProgram
+
+Tensors = tuple[Tensor, ...]
+Held = Callable[[int, int], Tensors]
+"""(stage, rank) -> the tensors held there, in the stage's order."""
+
+
+def microbatch(value: Tensor, *, start: int, stop: int, dim: int) -> Tensor:
+    """See ops.microbatch."""
+    return value.narrow(dim, start, stop - start).contiguous()
+
+
+def accumulate(total: Any, value: Any) -> Any:
+    """See ops.accumulate."""
+    if isinstance(total, Tensor):
+        return total + value
+    return tuple(torch._foreach_add(list(total), list(value))) if total else ()
+
+
+def accumulate_in_place(total: Any, value: Any) -> Any:
+    """See ops.accumulate_in_place."""
+    if isinstance(total, Tensor):
+        return total.add_(value)
+    if total:
+        torch._foreach_add_(list(total), list(value))
+    return total
+
+
+def pack(values: Sequence[Tensor]) -> Tensor:
+    """See ops.pack."""
+    return torch.cat([value.contiguous().reshape(-1).view(torch.uint8) for value in values])
+
+
+def unpack(packed: Tensor, *, types: Sequence[tuple[Sequence[int], torch.dtype]]) -> Tensors:
+    """See ops.unpack. Each value is memory of its own: a slice of bytes need not be aligned for its type."""
+    values, at = [], 0
+    for shape, dtype in types:
+        value = torch.empty(tuple(shape), dtype=dtype, device=packed.device)
+        size = value.numel() * value.element_size()
+        value.view(-1).view(torch.uint8).copy_(packed[at : at + size])
+        values.append(value)
+        at += size
+    return tuple(values)
+
+
+def sum_over_ranks(values: Sequence[Any]) -> Any:
+    """The sum of the ranks' values, in the order of the ranks."""
+    total = values[0]
+    for value in values[1:]:
+        total = accumulate(total, value)
+    return total
+
+
+PURE: dict[Any, Callable[..., Any]] = {
+    ops.microbatch: microbatch,
+    ops.accumulate: accumulate,
+    ops.accumulate_in_place: accumulate_in_place,
+    ops.pack: pack,
+    ops.unpack: unpack,
+}
+
+
+class Memory:
+    """What ranks hold between steps: weights and buffers by (stage, rank)."""
+
+    def __init__(self, weights: Held, buffers: Held) -> None:
+        self.weights = weights
+        self.buffers = buffers
+
+    def write_buffers(self, values: Tensors, *, stage: int, rank: int) -> None:
+        """Copy new values into the buffers; those that a step left alone are the same tensors."""
+        for held, value in zip(self.buffers(stage, rank), values, strict=True):
+            if held is not value:
+                held.copy_(value)
+
+
+def run_program(program: Program, inputs: Mapping[str, Any], memory: Memory) -> dict[int, Any]:
+    """Run a Program; returns each rank's results (see ir.Program). inputs: by placeholder name."""
+    meaning = {
+        **PURE,
+        ops.transfer: lambda value, *, to: value,
+        ops.weights: lambda *, stage, rank: memory.weights(stage, rank),
+        ops.buffers: lambda *, stage, rank: memory.buffers(stage, rank),
+        ops.write_buffers: memory.write_buffers,
+        ops.all_reduce: lambda values, *, ranks: (sum_over_ranks(values),) * len(ranks),
+    }
+    values: dict[fx.Node, Any] = {}
+    with torch.no_grad():
+        for node in program.graph.nodes:
+            if node.op == "output":
+                return dict(_given(node.args[0], values))
+            values[node] = _run(node, program.root, inputs, values, meaning)
+    raise AssertionError("a program ends with its output")
+
+
+def run_ranks(programs: Sequence[RankProgram], inputs: Mapping[str, Any], memory: Memory) -> list[Any]:
+    """Run the ranks' programs in turns, each as far as it gets. Raises DeadlockError where none gets further."""
+    channels: dict[str, deque[Tensor]] = defaultdict(deque)
+    reductions: dict[tuple[Any, int], dict[int, Any]] = defaultdict(dict)
+    running = [_Rank(program, inputs, memory, channels, reductions) for program in programs]
+    with torch.no_grad():
+        while not all(rank.done for rank in running):
+            moved = [rank.advance() for rank in running]
+            if not any(moved):
+                raise DeadlockError("\n".join(rank.waits_for() for rank in running if not rank.done))
+    return [rank.results for rank in running]
+
+
+class _Rank:
+    """One rank's program on its way. A value that has not arrived is looked for again at the next turn."""
+
+    def __init__(
+        self, program: RankProgram, inputs: Mapping[str, Any], memory: Memory,
+        channels: dict[str, deque[Tensor]], reductions: dict[tuple[Any, int], dict[int, Any]],
+    ) -> None:
+        self.program, self.inputs = program, inputs
+        self.channels, self.reductions = channels, reductions
+        self.nodes = list(program.graph.nodes)
+        self.values: dict[fx.Node, Any] = {}
+        self.at = 0
+        self.done = False
+        self.results: Any = None
+        self.asked: dict[str, int] = defaultdict(int)
+        self.taken: dict[str, int] = defaultdict(int)
+        self.reduced: dict[Any, int] = defaultdict(int)
+        self.meaning = {
+            **PURE,
+            ops.weights: lambda *, stage, rank: memory.weights(stage, rank),
+            ops.buffers: lambda *, stage, rank: memory.buffers(stage, rank),
+            ops.write_buffers: memory.write_buffers,
+            ops.send: lambda value, *, to, channel: channels[channel].append(value.contiguous()),
+            ops.recv: lambda *, channel, **_: channels[channel].popleft(),
+            ops.start_recv: lambda *, channel, **_: channel,
+            ops.finish_recv: lambda channel: channels[channel].popleft(),
+            ops.all_reduce: self._all_reduce,
+        }
+
+    def advance(self) -> bool:
+        """Run until the end or until something has not arrived; whether anything ran."""
+        start = self.at
+        while not self.done and self._ready(node := self.nodes[self.at]):
+            if node.op == "output":
+                self.results, self.done = _given(node.args[0], self.values), True
+            else:
+                self.values[node] = _run(node, self.program.root, self.inputs, self.values, self.meaning)
+            self.at += 1
+        return self.at > start
+
+    def _ready(self, node: fx.Node) -> bool:
+        if node.target is ops.recv:
+            return bool(self.channels[str(node.kwargs["channel"])])
+        if node.target is ops.finish_recv:
+            return bool(self.channels[self.values[node.args[0]]])  # type: ignore[index]
+        if node.target is ops.all_reduce:
+            ranks = node.kwargs["ranks"]
+            waiting = self.reductions[ranks, self.reduced[ranks]]
+            waiting.setdefault(self.program.rank, _given(node.args[0], self.values))
+            return len(waiting) == len(ranks)  # type: ignore[arg-type]
+        return True
+
+    def _all_reduce(self, value: Any, *, ranks: tuple[int, ...]) -> Any:
+        waiting = self.reductions[ranks, self.reduced[ranks]]
+        self.reduced[ranks] += 1
+        return sum_over_ranks([waiting[rank] for rank in ranks])
+
+    def waits_for(self) -> str:
+        """For a message: where this rank stands."""
+        return f"rank {self.program.rank} waits at {self.nodes[self.at].format_node()}"
+
+
+def _given(argument: Any, values: Mapping[fx.Node, Any]) -> Any:
+    """An argument with the nodes in it replaced by their values (dicts may have integer keys)."""
+    if isinstance(argument, fx.Node):
+        return values[argument]
+    if isinstance(argument, Mapping):
+        return {key: _given(item, values) for key, item in argument.items()}
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(_given(item, values) for item in argument)
+    return argument
+
+
+def _run(
+    node: fx.Node, root: torch.nn.Module, inputs: Mapping[str, Any], values: Mapping[fx.Node, Any], meaning: Mapping[Any, Any]
+) -> Any:
+    if node.op == "placeholder":
+        return inputs[str(node.target)]
+    args = [_given(argument, values) for argument in node.args]
+    kwargs = {name: _given(argument, values) for name, argument in node.kwargs.items()}
+    if node.op == "call_module":
+        return root.get_submodule(str(node.target))(*args, **kwargs)
+    return meaning.get(node.target, node.target)(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""From a Trace and a Machine to a Partition: who holds what."""

@@ -1,0 +1,107 @@
+"""Say a cut of one trace in words that hold for every trace: parameters and module calls.
+
+    cuts [4] of: embed, block 0, block 1 | block 2, block 3, head
+    becomes      stage 0: parameters of embed, block 0, block 1; calls "embed", "blocks.0", "blocks.0.linear", ...
+                 stage 1: the others
+
+A parameter belongs to every stage with an operation that reads it, views of it apart; a module call belongs to a stage where
+all its operations lie on it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from pdcompiler.core.errors import CompileError
+from pdcompiler.core.ir import ModuleCall, Trace, evaluate, module_of, type_of
+from pdcompiler.core.partition import Partition, Problem, StagePlan
+from pdcompiler.core.values import is_view
+
+
+def cuts_at_modules(problem: Problem, paths: Sequence[str]) -> list[int]:
+    """The positions at which the given modules begin, in the model's order. Raises CompileError for what is no such place."""
+    cuts: list[int] = []
+    known = {prefix for node in problem.nodes for prefix in _prefixes(module_of(node).path)}
+    for path in paths:
+        place = next((i for i, node in enumerate(problem.nodes) if path in _prefixes(module_of(node).path)), None)
+        if place is None:
+            close = difflib.get_close_matches(path, sorted(known), 3)
+            raise CompileError(
+                f"no module {path!r} runs in this model", ways_out=(f"one of {close}",) if close else ("model.named_modules()",)
+            )
+        if not problem.legal[place]:
+            reason = "the model begins there" if place == 0 else "a buffer's update or a value of data-dependent shape would be cut"
+            raise CompileError(f"no stage can begin at {path!r}: {reason}")
+        if cuts and place <= cuts[-1]:
+            raise CompileError(f"the stage that begins at {path!r} does not come after the one before it in the model's order")
+        cuts.append(place)
+    return cuts
+
+
+def _prefixes(path: str) -> Iterable[str]:
+    parts = path.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def make_partition(trace: Trace, problem: Problem, cuts: Sequence[int], rows: int, model: str) -> Partition:
+    """The Partition of a trace cut before the positions `cuts`."""
+    stage = {node: bisect.bisect_right(cuts, i) for i, node in enumerate(problem.nodes)}
+    parameters: list[dict[str, int]] = [{} for _ in range(len(cuts) + 1)]
+    for node in trace.graph.nodes:
+        if node.op == "placeholder" and trace.inputs[node.name].kind == "parameter":
+            name = trace.canonical[trace.inputs[node.name].name]
+            for reader in sorted({stage[user] for user in _readers(node) if user in stage}):
+                parameters[reader][name] = evaluate(type_of(node).nbytes(), 1)
+    _place_unread(trace, parameters)
+    calls = _whole_calls(stage)
+    bounds = [0, *cuts, len(problem.nodes)]
+    return Partition(
+        tuple(
+            StagePlan(
+                tuple(parameters[i]), tuple(calls[i]), sum(parameters[i].values()),
+                float(problem.seconds[bounds[i] : bounds[i + 1]].sum()), int(problem.sent[bounds[i + 1]]) if i < len(cuts) else 0,
+            )
+            for i in range(len(cuts) + 1)
+        ),
+        model,
+    )
+
+
+def _readers(parameter: fx.Node) -> list[fx.Node]:
+    """The operations that read a parameter, through views of it."""
+    found: list[fx.Node] = []
+    for user in parameter.users:
+        found += _readers(user) if is_view(user) else [user]
+    return found
+
+
+def _place_unread(trace: Trace, parameters: list[dict[str, int]]) -> None:
+    """A parameter that nothing reads belongs to the first stage, so that none is lost."""
+    placed = {name for stage in parameters for name in stage}
+    for node in trace.graph.nodes:
+        meaning = trace.inputs.get(node.name) if node.op == "placeholder" else None
+        if meaning is not None and meaning.kind == "parameter" and trace.canonical[meaning.name] not in placed:
+            parameters[0].setdefault(trace.canonical[meaning.name], evaluate(type_of(node).nbytes(), 1))
+
+
+def _whole_calls(stage: dict[fx.Node, int]) -> list[list[ModuleCall]]:
+    """Per stage the module calls of which every operation, those of inner modules included, lies on it."""
+    stages_of: dict[ModuleCall, set[int]] = {}
+    inside: dict[str, set[int]] = {}
+    for node, index in stage.items():
+        call = module_of(node)
+        stages_of.setdefault(call, set()).add(index)
+        for prefix in _prefixes(call.path):
+            inside.setdefault(prefix, set()).add(index)
+    calls: list[list[ModuleCall]] = [[] for _ in range(max(stage.values()) + 1)]
+    for call, stages in stages_of.items():
+        if call.path and len(stages) == 1:
+            calls[next(iter(stages))].append(call)
+    for path, stages in inside.items():
+        if path and len(stages) == 1 and ModuleCall(path) not in stages_of:
+            calls[next(iter(stages))].append(ModuleCall(path))
+    return calls

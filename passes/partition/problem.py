@@ -1,0 +1,79 @@
+"""A trace as a row of forward operations with costs, and the places where it may be cut.
+
+    position      0        1       2         3
+    operation     embed    block   block     head     (forward nodes in the order the model runs them)
+    seconds       0.1      2.0     2.0       1.0      forward and the backward that it causes
+    cut before 2: bytes of the activations that are made before and read after
+
+Values that every rank can make for itself (masks, position ids) and views of weights cross nothing. A cut may not part the
+reads of a written buffer from its new value, nor a value of data-dependent shape from its readers. Not here: where to cut.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy
+import numpy.typing
+from torch import fx
+
+from pdcompiler.core.ir import ROWS, Trace, ValueType, cost_of, evaluate, is_backward, is_integer, type_of
+from pdcompiler.core.machine import Machine
+from pdcompiler.core.partition import Floats, Problem
+from pdcompiler.core.values import Origins
+
+
+def make_problem(trace: Trace, machine: Machine, rows: int) -> Problem:
+    """Price the trace for microbatches of `rows` rows."""
+    origins = Origins(trace)
+    nodes = [n for n in trace.graph.nodes if n.op == "call_function" and not is_backward(n) and not is_integer(n)]
+    place = {node: i for i, node in enumerate(nodes)}
+    free = origins.batch_values | origins.weight_values
+    seconds = _seconds(trace, nodes, machine, rows)
+    sent, legal = numpy.zeros(len(nodes)), numpy.ones(len(nodes), dtype=bool)
+    legal[0] = False
+    for node in nodes:
+        last = max((place[user] for user in node.users if user in place), default=-1)
+        if last <= place[node] or node in free:
+            continue
+        between = slice(place[node] + 1, last + 1)
+        type = type_of(node)
+        if not isinstance(type, ValueType) or any(_data_dependent(size) for size in type.shape):
+            legal[between] = False
+        else:
+            sent[between] += evaluate(type.nbytes(), rows)
+    for first, last in _written_buffers(trace, place):
+        legal[first + 1 : last + 1] = False
+    return Problem(nodes, seconds, sent, legal, machine)
+
+
+def _seconds(trace: Trace, nodes: list[fx.Node], machine: Machine, rows: int) -> Floats:
+    """Backward operations count for the forward operation with their seq_nr (the last of those that share it)."""
+    place = {node.meta["seq_nr"]: i for i, node in enumerate(nodes)}
+    seconds = numpy.zeros(len(nodes))
+    at = {node: i for i, node in enumerate(nodes)}
+    for node in trace.graph.nodes:
+        if node.op == "call_function":
+            index = at.get(node, place.get(node.meta.get("seq_nr"), len(nodes) - 1))
+            expression = machine.compute_seconds(cost_of(node))
+            seconds[index] += float(expression.subs(ROWS, rows)) if hasattr(expression, "subs") else expression
+    return seconds
+
+
+def _data_dependent(size: object) -> bool:
+    return bool(getattr(size, "free_symbols", set()) - {ROWS})
+
+
+def _written_buffers(trace: Trace, place: dict[fx.Node, int]) -> list[tuple[int, int]]:
+    """For each buffer that forward writes: the first position that reads it, and the one that makes its new value."""
+    readers: dict[str, list[int]] = defaultdict(list)
+    for node in trace.graph.nodes:
+        meaning = trace.inputs.get(node.name) if node.op == "placeholder" else None
+        if meaning is not None and meaning.kind == "buffer":
+            readers[trace.canonical[meaning.name]] += [place[user] for user in node.users if user in place]
+    spans = []
+    for output, node in trace.output_nodes():
+        if output.kind == "buffer" and node in place:
+            made = place[node]
+            spans.append((min([made, *readers[trace.canonical[output.name]]]), made))
+    return spans

@@ -1,0 +1,58 @@
+"""Cut the row of operations so that the slowest stage is as fast as possible.
+
+The time of a stage is the sum of its operations' seconds plus the transfers over its two borders, both ways. The recurrence
+over (stages, position) finds the optimum over all legal cuts:
+
+    best[k][j] = min over i < j of max(best[k-1][i], time of the stage [i, j))
+
+Not here: replication, memory, and stages that are not neighbours in the model's own order.
+"""
+
+from __future__ import annotations
+
+import numpy
+
+from pdcompiler.core.errors import CompileError
+from pdcompiler.core.partition import Floats, Problem
+
+
+def search_cuts(problem: Problem, stages: int) -> list[int]:
+    """The positions at which stages 1, 2, ... begin. Raises CompileError where the model has too few legal cuts."""
+    places = numpy.flatnonzero(problem.legal)
+    if len(places) < stages - 1:
+        raise CompileError(
+            f"{stages} stages asked for, but the model can be cut in at most {len(places) + 1}", ways_out=("use fewer ranks",)
+        )
+    border = _border_seconds(problem)
+    edges = numpy.array([0, *places, len(problem.nodes)])
+    work = numpy.concatenate([[0.0], numpy.cumsum(problem.seconds)])[edges]
+    best = work + border[edges]
+    best[0] = numpy.inf
+    choices: list[numpy.ndarray] = []
+    for _ in range(stages - 1):
+        best, choice = _one_more_stage(best, work, border[edges])
+        choices.append(choice)
+    cuts, at = [], len(edges) - 1
+    for choice in reversed(choices):
+        at = int(choice[at])
+        cuts.append(int(edges[at]))
+    return cuts[::-1]
+
+
+def _one_more_stage(best: Floats, work: Floats, border: Floats) -> tuple[Floats, numpy.ndarray]:
+    """best and the last cut for one stage more. Among equally slow plans, the one that sends least over this cut."""
+    longer, choice = numpy.full(len(best), numpy.inf), numpy.zeros(len(best), dtype=int)
+    for j in range(1, len(best)):
+        slowest = numpy.maximum(best[:j], work[j] - work[:j] + border[:j] + border[j])
+        equal = numpy.flatnonzero(slowest <= slowest.min() * (1 + 1e-9))
+        choice[j] = equal[numpy.argmin(border[equal])]
+        longer[j] = slowest[choice[j]]
+    return longer, choice
+
+
+def _border_seconds(problem: Problem) -> Floats:
+    """A cut costs each of its two stages one message each way."""
+    seconds = numpy.zeros(len(problem.nodes) + 1)
+    for i in numpy.flatnonzero(problem.legal):
+        seconds[i] = 2 * problem.machine.transfer_seconds(float(problem.sent[i]))
+    return seconds

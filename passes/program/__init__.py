@@ -1,0 +1,1 @@
+"""From Stages and a Schedule to one Program over all ranks, its rewrites, and its split."""

@@ -1,0 +1,1 @@
+"""Rewrites of one rank's program, after the split."""

@@ -1,0 +1,1 @@
+"""Schedules: which stage works on which microbatch, in which order."""

@@ -1,0 +1,136 @@
+"""Give every operation of a trace its stage, by the partition's words.
+
+Forward, in graph order, four rules:
+1. views, getitems and integers follow what they read;
+2. an operation that reads a parameter stands on its owner (a parameter with several owners: the one of its module call, else
+   the lowest that is not before its other inputs);
+3. the other operations of a module call that has a stage stand there;
+4. the rest takes the lowest legal stage, the highest of its inputs.
+
+Backward: the stage of the forward operation that caused it (seq_nr); then lowered to the lowest stage among the backward
+operations that feed it, since the sums that autograd makes of several gradients carry a wrong seq_nr.
+
+No assignment can be wrong, since what crosses stages is dataflow, as long as no edge runs the wrong way; that is checked.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from pdcompiler.core.errors import CompileError
+from pdcompiler.core.ir import Trace, is_backward, is_integer, module_of, stage_of, where
+from pdcompiler.core.partition import Partition
+from pdcompiler.core.values import Origins, is_view
+
+
+def assign_stages(trace: Trace, partition: Partition) -> Trace:
+    """Write `stage` to the metadata of every operation. Raises CompileError where the partition is not for this model."""
+    _Forward(trace, partition).assign()
+    _assign_backward(trace, len(partition.stages) - 1)
+    check_edges(trace)
+    return trace
+
+
+class _Forward:
+    """The four rules, in one walk."""
+
+    def __init__(self, trace: Trace, partition: Partition) -> None:
+        self.trace = trace
+        self.owners = partition.owners()
+        self.calls = partition.stage_of_call()
+        self.last = len(partition.stages) - 1
+        origins = Origins(trace)
+        self.weights = origins.weight_values
+        self.batch = origins.batch_values
+
+    def assign(self) -> None:
+        for node in self.trace.graph.nodes:
+            if node.op == "call_function" and not is_backward(node):
+                node.meta["stage"] = self._stage(node)
+        self._settle_views()
+
+    def _stage(self, node: fx.Node) -> int:
+        lowest = max((stage_of(i) for i in node.all_input_nodes if i.op == "call_function" and i not in self.weights), default=0)
+        owners = self._owners(node)
+        call = self.calls.get(module_of(node))
+        if (is_view(node) or is_integer(node)) and not owners:
+            return lowest
+        if owners:
+            return self._owner(node, owners, call, lowest)
+        return lowest if call is None else max(call, lowest)
+
+    def _owner(self, node: fx.Node, owners: set[int], call: int | None, lowest: int) -> int:
+        if call in owners:
+            wanted = call
+        else:
+            wanted = min((stage for stage in owners if stage >= lowest), default=max(owners))
+        assert wanted is not None
+        if wanted < lowest and not is_view(node):
+            raise CompileError(
+                f"the partition puts a parameter on stage {wanted}, but it is read with a value of stage {lowest}",
+                where=where(node), ways_out=("begin the stages elsewhere", "let pdcompiler choose the partition"),
+            )
+        return wanted
+
+    def _owners(self, node: fx.Node) -> set[int]:
+        """The stages that own what a node reads of parameters, through views of them."""
+        sets = [self._owners_of(i) for i in node.all_input_nodes]
+        sets = [found for found in sets if found]
+        if len(sets) < 2:
+            return sets[0] if sets else set()
+        common = set.intersection(*sets)
+        return common or {max(max(found) for found in sets)}
+
+    def _owners_of(self, value: fx.Node) -> set[int]:
+        meaning = self.trace.inputs.get(value.name) if value.op == "placeholder" else None
+        if meaning is not None and meaning.kind == "parameter":
+            name = self.trace.canonical[meaning.name]
+            if name not in self.owners:
+                raise CompileError(f"the partition has no stage for parameter {name}: it is for another model")
+            return set(self.owners[name])
+        if value in self.weights and is_view(value):
+            return self._owners(value)
+        return set()
+
+    def _settle_views(self) -> None:
+        """A view of a parameter stands where it is read (it is made again on each such stage, see localize_cheap_values)."""
+        for node in reversed(self.trace.graph.nodes):
+            if node in self.weights and is_view(node):
+                readers = [stage_of(user) for user in node.users if "stage" in user.meta and not is_backward(user)]
+                if readers:
+                    node.meta["stage"] = min(readers)
+
+
+def _assign_backward(trace: Trace, last: int) -> None:
+    origins = Origins(trace)
+    free = origins.batch_values | origins.weight_values
+    of_sequence: dict[int, int] = {}
+    for prefer_activations in (False, True):
+        found: dict[int, int] = {}
+        for node in trace.graph.nodes:
+            if node.op == "call_function" and not is_backward(node) and (node not in free or not prefer_activations):
+                number = node.meta.get("seq_nr", -1)
+                found[number] = max(found.get(number, 0), stage_of(node))
+        of_sequence |= found
+    for node in trace.graph.nodes:
+        if node.op == "call_function" and is_backward(node):
+            feeding = [stage_of(i) for i in node.all_input_nodes if i.op == "call_function" and is_backward(i)]
+            node.meta["stage"] = min([of_sequence.get(node.meta.get("seq_nr", -1), last), *feeding])
+
+
+def check_edges(trace: Trace) -> None:
+    """Forward values go to later stages or stay, gradients to earlier ones; a backward reads forwards of its own and earlier.
+
+    Weight values are exempt: they are made again where they are read.
+    """
+    weights = Origins(trace).weight_values
+    for node in trace.graph.nodes:
+        for source in node.all_input_nodes:
+            if "stage" not in node.meta or "stage" not in source.meta or source in weights:
+                continue
+            ahead = stage_of(source) < stage_of(node) if is_backward(source) else stage_of(source) > stage_of(node)
+            if ahead:
+                raise CompileError(
+                    f"stage {stage_of(node)} would need a value of stage {stage_of(source)}, against the order of the pipeline",
+                    where=where(node), ways_out=("begin the stages elsewhere", "let pdcompiler choose the partition"),
+                )

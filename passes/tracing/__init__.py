@@ -1,0 +1,1 @@
+"""From a model to a Trace: one joint graph of a microbatch, with costs."""

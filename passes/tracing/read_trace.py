@@ -1,0 +1,180 @@
+"""Read a captured joint graph into our own Trace.
+
+    before                                            after
+    %primals_7 : BufferAOTInput(...)                  mlp_0_weight, x, rows, ... named by what they are
+    %sym_size_int = sym_size(x, 0)                    gone: integers are arithmetic on the one placeholder `rows`
+    %mul_20 = mul(sym_size_int, 4)                    mul = rows * 4
+    %addmm_1 = addmm(...)  meta: torch's              mlp_0_addmm = addmm(...)  meta: ours (core/ir.py), in words
+    %detach_1 = detach(addmm_1)                       gone: without autograd it is the identity
+
+Nodes are named after the module that made them (`d_` before those of the backward), what nobody reads is dropped, and what a
+user must know is found: gradients that a custom Function injects whatever the loss, marks of torch.utils.checkpoint.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._sympy.functions import FloorDiv, Mod
+
+from pdcompiler.core.errors import CompileError
+from pdcompiler.core.ir import RESERVED, ROWS, Captured, Input, ModuleCall, Output, Trace, ValueType, is_backward, type_of, where
+
+aten = torch.ops.aten
+IDENTITIES = (aten.detach.default, aten.alias.default)
+ARITHMETIC = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv, Mod: operator.mod}
+
+
+def read_trace(captured: Captured) -> Trace:
+    """See the module's docstring."""
+    reader = _Reader(captured)
+    outputs, nodes = reader.copy()
+    graph = reader.graph
+    graph.output(tuple(nodes))
+    graph.eliminate_dead_code()
+    dims = tuple(_row_dim(node) for output, node in zip(outputs, nodes, strict=True) if output.kind == "output")
+    return Trace(
+        graph, reader.constants, reader.inputs, tuple(outputs), captured.result, dims, captured.canonical,
+        captured.rows, captured.admits, _warnings(captured, graph),
+    )
+
+
+class _Reader:
+    """One walk over the captured graph."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.graph = fx.Graph()
+        self.constants = nn.Module()
+        self.inputs: dict[str, Input] = {}
+        self.copies: dict[fx.Node, Any] = {}
+        self.integers: dict[sympy.Expr, fx.Node] = {}
+
+    def copy(self) -> tuple[list[Output], list[fx.Node]]:
+        nodes = list(self.captured.module.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        for node, meaning in zip(placeholders, self.captured.inputs, strict=True):
+            self.copies[node] = self._placeholder(meaning, self._type(node.meta["val"]))
+        if self.captured.symbol is not None:
+            self.integers[ROWS] = self._placeholder(Input("rows", "rows"), ROWS)
+        for node in nodes:
+            if node.op in ("call_function", "get_attr"):
+                self.copies[node] = self._copy(node)
+        leaves = self.captured.module.graph.output_node().args[0]
+        found = [(o, self.copies[n]) for o, n in zip(self.captured.outputs, leaves, strict=True)  # type: ignore[arg-type, index]
+                 if o is not None and n is not None]
+        return [output for output, _ in found], [node for _, node in found]
+
+    def _placeholder(self, meaning: Input, type: Any) -> fx.Node:
+        name = _identifier(meaning.name)
+        clashes = name in RESERVED and meaning.kind in ("parameter", "buffer", "batch")
+        node = self.graph.placeholder(f"{name}_" if clashes else name)
+        node.meta.update(type=type, backward=meaning.kind == "loss_weight")
+        self.inputs[node.name] = meaning
+        return node
+
+    def _copy(self, node: fx.Node) -> Any:
+        if node.target in IDENTITIES:
+            return self.copies[node.args[0]]  # type: ignore[index]
+        type = self._type(node.meta.get("val"))
+        if isinstance(type, (int, float, bool)):
+            return type
+        if isinstance(type, sympy.Basic) and type.free_symbols == {ROWS}:
+            return self._integer(type)
+        if node.op == "get_attr":
+            value = getattr(self.captured.module, str(node.target))
+            self.constants.register_buffer(str(node.target), value)
+            type = ValueType(tuple(value.shape), value.dtype, str(value.device))
+        return self._node(node, type)
+
+    def _node(self, node: fx.Node, type: Any) -> fx.Node:
+        custom = node.meta.get("custom", {})
+        path = str(custom.get("module", "")).removeprefix("model").removeprefix(".")
+        backward = node.meta.get("partitioner_tag") == "is_backward"
+        operation = str(node.target).split(".")[-2] if "." in str(node.target) else getattr(node.target, "__name__", "value")
+        name = _identifier(f"{'d_' if backward else ''}{path}_{operation}")
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.copies[n])
+        copy = self.graph.create_node(node.op, node.target, args, kwargs, name=name)
+        copy.meta.update(
+            module=ModuleCall(path, int(custom.get("call", 0))), source=custom.get("source"), backward=backward,
+            seq_nr=node.meta.get("seq_nr"), type=type, checkpoint=bool(custom.get("checkpoint", False)),
+        )
+        return copy
+
+    def _integer(self, expression: sympy.Expr) -> Any:
+        """An integer as arithmetic on `rows`."""
+        if expression.is_Integer:
+            return int(expression)
+        if expression not in self.integers:
+            operation = next((op for kind, op in ARITHMETIC.items() if isinstance(expression, kind)), None)
+            parts = [self._integer(part) for part in expression.args]
+            if isinstance(expression, sympy.Pow) and expression.exp.is_Integer and expression.exp > 0:
+                operation = operator.pow
+            if operation is None:
+                raise CompileError(f"the model computes with the number of rows in a way that is not supported: {expression}")
+            node = parts[0]
+            for part in parts[1:]:
+                node = self.graph.call_function(operation, (node, part))
+                node.meta.update(type=expression, module=ModuleCall(""), backward=False)
+            self.integers[expression] = node
+        return self.integers[expression]
+
+    def _type(self, value: Any) -> Any:
+        """A fake value as ValueType (tensors), tuple (of types) or sympy expression (integers), in the symbol ROWS."""
+        if isinstance(value, Tensor):
+            shape = tuple(self._type(size) for size in value.shape)
+            return ValueType(shape, value.dtype, str(value.device))
+        if isinstance(value, (tuple, list)):
+            return tuple(self._type(item) for item in value)
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            expression = value.node.expr
+            if self.captured.symbol is not None:
+                expression = expression.subs(self.captured.symbol, ROWS)
+            return int(expression) if expression.is_Integer else expression
+        return value
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name).strip("_")
+
+
+def _row_dim(node: fx.Node) -> int | None:
+    """The dimension of an output that carries the rows; -1 where more than one does, so that it can't be joined."""
+    type = type_of(node)
+    dims = [i for i, size in enumerate(type.shape) if isinstance(size, sympy.Basic) and ROWS in size.free_symbols]
+    return None if not dims else dims[0] if len(dims) == 1 else -1
+
+
+def _warnings(captured: Captured, graph: fx.Graph) -> tuple[str, ...]:
+    found = [f"the output {name} is of a type that can't leave the pipeline; it is None in the outputs" for name in captured.left_out]
+    injected = next(iter(_injected_gradients(graph)), None)
+    if injected is not None:
+        found.append(
+            f"a gradient that does not depend on the loss enters the backward at {where(injected)}: it is added once per "
+            "microbatch and not scaled by the microbatch's weight, as in a plain loop over microbatches"
+        )
+    if any(node.meta.get("checkpoint") for node in graph.nodes):
+        found.append("torch.utils.checkpoint inside the model: values are right, but its activations are kept, not recomputed")
+    return tuple(found)
+
+
+def _injected_gradients(graph: fx.Graph) -> list[fx.Node]:
+    """Backward sums in which one side depends on the loss's weight and the other does not (and is no constant)."""
+    depends: set[fx.Node] = {n for n in graph.nodes if n.op == "placeholder" and n.meta.get("backward")}
+    found = []
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if any(i in depends for i in inputs):
+            depends.add(node)
+            sums = node.target in (aten.add.Tensor, aten.sub.Tensor) and is_backward(node)
+            if sums and not all(i in depends for i in inputs if not _is_zero(i)):
+                found.append(node)
+    return found
+
+
+def _is_zero(node: fx.Node) -> bool:
+    return "zeros" in str(node.target) or (node.op == "call_function" and "full" in str(node.target) and node.args[1:2] == (0,))

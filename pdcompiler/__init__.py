@@ -1,0 +1,1 @@
+"""Compile a PyTorch model into one pipeline-parallel program per rank."""

@@ -1,0 +1,294 @@
+"""The levels a model passes through, as data: Trace, Stage, Program, RankProgram; and the one typed door to `node.meta`.
+
+A level is an fx graph plus what its inputs and outputs mean. Passes rewrite within a level, or turn one level into the
+next; `verify.py` says what each level may contain. The Partition stands in `partition.py`, the Schedule in `schedule.py`.
+
+Keys of `node.meta` that this project writes, all of them read and written through the functions below:
+  "module" (path, call number) of the module call that made the node;   "source" the user's "file:line"
+  "backward" whether it belongs to the backward pass;   "seq_nr" torch's number of the forward op that caused it
+  "type" ValueType, tuple of them, or a sympy expression for integers;   "cost" Cost
+  "stage", "rank", "microbatch", "phase" in programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx, nn
+
+from pdcompiler.core.cost import Cost
+from pdcompiler.core.schedule import Schedule
+from pdcompiler.core.structure import Structure
+
+Integer: TypeAlias = int | sympy.Expr
+ROWS = sympy.Symbol("rows", integer=True, positive=True)
+"""The number of rows of a microbatch: the one symbol in our shapes."""
+
+
+@dataclass(frozen=True)
+class ValueType:
+    """Shape, element type and device of a tensor; shapes may contain the symbol ROWS."""
+
+    shape: tuple[Integer, ...]
+    dtype: torch.dtype
+    device: str = "cpu"
+
+    def at(self, rows: int) -> ValueType:
+        """The type for a microbatch of `rows` rows: all sizes are plain integers."""
+        return ValueType(tuple(evaluate(size, rows) for size in self.shape), self.dtype, self.device)
+
+    def elements(self) -> Integer:
+        """Number of elements, an expression in ROWS."""
+        return sympy.Mul(*self.shape) if self.shape else sympy.Integer(1)
+
+    def nbytes(self) -> Integer:
+        """Size in bytes, an expression in ROWS."""
+        return self.elements() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+def evaluate(size: Integer, rows: int) -> int:
+    """An integer expression at a number of rows."""
+    return size if isinstance(size, int) else int(size.subs(ROWS, rows))
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module's forward: the module's path in the user's model, and which call of it."""
+
+    path: str
+    number: int = 0
+
+    def __str__(self) -> str:
+        return self.path + (f"#{self.number}" if self.number else "")
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a placeholder of a trace is: kind "parameter", "buffer", "batch" (a model input or target) "loss_weight" or "rows"."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """What an output of a trace is: kind "loss", "output" (named by its number), "gradient" or "buffer" (its new value)."""
+
+    kind: str
+    name: str
+
+
+@dataclass
+class Captured:
+    """A joint graph as torch gives it, with the meaning of its placeholders and outputs (None: nobody needs it).
+
+    symbol: torch's symbol of the rows, or None where the graph is for exactly `rows`.   left_out: outputs of unknown type.
+    """
+
+    module: fx.GraphModule
+    inputs: list[Input]
+    outputs: list[Output | None]
+    result: Structure
+    left_out: tuple[str, ...]
+    canonical: Mapping[str, str]
+    symbol: sympy.Symbol | None
+    rows: int | None
+    admits: Callable[[int], bool]
+
+
+@dataclass
+class Trace:
+    """Loss, outputs, all gradients and buffer updates of one microbatch, as one graph.
+
+    graph: placeholders carry their `Input` in `inputs`; the output node's argument is a tuple as long as `outputs`.
+    constants: holds the tensors that `get_attr` nodes name.   rows: None where the graph is for any `admits`-ted number of
+    rows (shapes contain ROWS), else the one number it is for.   result: structure of the model's outputs.
+    output_dims: per output leaf the dimension that carries the rows, or None.   canonical: parameter and buffer names to
+    the first name of the same tensor.   warnings: what the user should be told once.
+    """
+
+    graph: fx.Graph
+    constants: nn.Module
+    inputs: dict[str, Input]
+    outputs: tuple[Output, ...]
+    result: Structure
+    output_dims: tuple[int | None, ...]
+    canonical: Mapping[str, str]
+    rows: int | None
+    admits: Callable[[int], bool]
+    warnings: tuple[str, ...] = ()
+
+    def output_nodes(self) -> list[tuple[Output, fx.Node]]:
+        """Each output with the node that makes it."""
+        return list(zip(self.outputs, self.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
+
+
+@dataclass
+class Function:
+    """A stage's forward or backward: a graph whose placeholders and outputs are named values.
+
+    Names with a meaning of their own: weights, buffers, saved, rows, loss_weight among `takes`; saved, buffers (the new
+    values), gradients among `gives`. All others are values that cross stages, model inputs, the loss or outputs.
+    """
+
+    module: fx.GraphModule
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
+@dataclass
+class Stage:
+    """A consecutive part of the model, for one trace: what it holds and what it computes.
+
+    parameters, buffers: canonical names, the order of the `weights` and `buffers` tuples.   gradients: parameters in the
+    order of backward's gradients.   written: the buffers that forward gives new values for.   batch: value names of model
+    inputs to the batch's tensors.   types: of the values that it takes and gives.
+    """
+
+    index: int
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    forward: Function
+    backward: Function | None
+    gradients: tuple[str, ...]
+    written: tuple[str, ...]
+    batch: dict[str, str]
+    types: dict[str, ValueType]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A trace cut into stages. loss, outputs: the names of the values that are the loss (None: there is none) and the leaves
+    of the model's outputs.   result, output_dims: as in the Trace."""
+
+    stages: tuple[Stage, ...]
+    loss: str | None
+    outputs: tuple[str, ...]
+    result: Structure
+    output_dims: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Rows start to stop of the batch, and the functions that compute them. counts: whether its loss and gradients do."""
+
+    start: int
+    stop: int
+    staged: Staged
+    counts: bool = True
+
+    @property
+    def rows(self) -> int:
+        """How many rows."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one call computes. dims: per tensor of the batch the dimension of the rows, or None.   outputs: "none", "last"
+    (on the last stage's rank) or "all" (on every rank)."""
+
+    microbatches: tuple[Microbatch, ...]
+    dims: Mapping[str, int | None]
+    outputs: str = "none"
+
+
+RESERVED = ("weights", "buffers", "saved", "rows", "loss_weight", "loss_weights", "gradients", "self")
+"""Names that a value of the model may not have, see Function."""
+
+
+@dataclass
+class Program:
+    """The step of all ranks as one graph. Every node has a rank; nodes stand in one global order.
+
+    Placeholders are the batch's tensors and `loss_weights`; the output is a dict from rank to that rank's results:
+    {"loss": value, "gradients": {stage: tuple}, "reduced": {parameter: value}, "outputs": [leaf: [microbatch: value]]}.
+    root: holds the stage functions that `call_module` nodes name.   gradient_names: per stage, of its tuple of gradients.
+    """
+
+    graph: fx.Graph
+    root: nn.Module
+    ranks: int
+    schedule: Schedule
+    gradient_names: dict[int, tuple[str, ...]]
+
+
+@dataclass
+class RankProgram:
+    """What one rank runs: the projection of the Program onto it, with messages in place of transfers."""
+
+    rank: int
+    graph: fx.Graph
+    root: nn.Module
+
+
+# The typed door to node.meta.
+
+
+def stage_of(node: fx.Node) -> int:
+    """The stage a node belongs to."""
+    return int(node.meta["stage"])
+
+
+def rank_of(node: fx.Node) -> int:
+    """The rank that runs a node of a program (for an `all_reduce`: the first of its ranks)."""
+    return int(node.meta["rank"])
+
+
+def module_of(node: fx.Node) -> ModuleCall:
+    """The module call that made a node."""
+    call = node.meta.get("module", ModuleCall(""))
+    assert isinstance(call, ModuleCall)
+    return call
+
+
+def source_of(node: fx.Node) -> str | None:
+    """The user's source line that made a node, as "file:line", where it is known."""
+    return node.meta.get("source")
+
+
+def where(node: fx.Node) -> str:
+    """Module path and source line of a node, for messages."""
+    path = str(module_of(node)) or "the model's own forward"
+    return f"{path} ({source_of(node)})" if source_of(node) else path
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether a node of a trace belongs to the backward pass."""
+    return bool(node.meta.get("backward", False))
+
+
+def type_of(node: fx.Node) -> Any:
+    """ValueType of a tensor, a tuple of types of a tuple, a sympy expression of an integer; None where there is none."""
+    return node.meta.get("type")
+
+
+def cost_of(node: fx.Node) -> Cost:
+    """What running a node costs."""
+    cost = node.meta.get("cost", Cost())
+    assert isinstance(cost, Cost)
+    return cost
+
+
+def is_integer(node: fx.Node) -> bool:
+    """Whether a node's value is an integer (or another scalar) computed from sizes; such values are never saved or sent."""
+    return isinstance(type_of(node), (int, float, bool, sympy.Basic))
+
+
+def describe(node: fx.Node, *, rank: int, stage: int | None = None, microbatch: int | None = None, phase: str = "",
+             type: ValueType | None = None) -> fx.Node:
+    """Give a program's node its metadata; returns the node."""
+    node.meta.update(rank=rank, stage=stage, microbatch=microbatch, phase=phase, type=type)
+    return node
+
+
+def inputs_of(node: fx.Node) -> Sequence[fx.Node]:
+    """The nodes that a node reads."""
+    return node.all_input_nodes

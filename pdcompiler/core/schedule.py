@@ -1,0 +1,165 @@
+"""Who computes what in which order, as data without torch.
+
+A schedule is, for each rank, an ordered list of actions: forward (F) or backward (B) of one microbatch on one stage. Its text
+form parses back; with one stage per rank the stage need not be written:
+
+    F0 F1 F2 B0 F3 B1 B2 B3
+    F0 F1 B0 F2 B1 F3 B2 B3
+    F0 B0 F1 B1 F2 B2 F3 B3
+
+and with several, an action reads F<microbatch>@<stage>. Not here: which schedules there are (`passes/schedules/`), nor what
+runs them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from pdcompiler.core.errors import CompileError, DeadlockError
+
+Phase = Literal["F", "B"]
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """One phase of one microbatch on one stage."""
+
+    phase: Phase
+    stage: int
+    microbatch: int
+
+    def needs(self, stages: int) -> tuple[Action, ...]:
+        """The actions that must be done before this one, whatever the order on its rank."""
+        if self.phase == "F":
+            return (Action("F", self.stage - 1, self.microbatch),) if self.stage else ()
+        own = Action("F", self.stage, self.microbatch)
+        return (own, Action("B", self.stage + 1, self.microbatch)) if self.stage < stages - 1 else (own,)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """For each rank its actions in order. `name` is for people only and does not count in comparisons."""
+
+    ranks: tuple[tuple[Action, ...], ...]
+    name: str = "custom"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and self.ranks == other.ranks
+
+    def __hash__(self) -> int:
+        return hash(self.ranks)
+
+    def __iter__(self) -> Iterator[Action]:
+        return (action for actions in self.ranks for action in actions)
+
+    @property
+    def stages(self) -> int:
+        """How many stages it is for."""
+        return 1 + max(action.stage for action in self)
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches it is for."""
+        return 1 + max(action.microbatch for action in self)
+
+    def rank_of_stage(self) -> dict[int, int]:
+        """Which rank runs each stage."""
+        return {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
+
+    def without(self, drop: Iterable[Action]) -> Schedule:
+        """The same order without some actions: microbatches without rows, backwards of weight 0, all of an evaluation's."""
+        gone = frozenset(drop)
+        return Schedule(tuple(tuple(a for a in actions if a not in gone) for actions in self.ranks), self.name)
+
+    def in_flight(self, rank: int) -> int:
+        """The largest number of forwards on a rank whose backward has not run."""
+        most = now = 0
+        for action in self.ranks[rank]:
+            now += 1 if action.phase == "F" else -1
+            most = max(most, now)
+        return most
+
+    def order(self) -> list[tuple[int, Action]]:
+        """One total order of all actions with their ranks: as unit-time ranks would start them.
+
+        Raises DeadlockError, naming what each rank waits for, where no order exists.
+        """
+        done: dict[Action, int] = {}
+        order: list[tuple[int, int, Action]] = []
+        position, clock = [0] * len(self.ranks), [0] * len(self.ranks)
+        present, stages = frozenset(self), self.stages
+        while len(done) < len(present):
+            moved = False
+            for rank, actions in enumerate(self.ranks):
+                while position[rank] < len(actions):
+                    action = actions[position[rank]]
+                    needs = [need for need in action.needs(stages) if need in present]
+                    if any(need not in done for need in needs):
+                        break
+                    start = max([clock[rank], *(done[need] for need in needs)])
+                    done[action] = clock[rank] = start + 1
+                    order.append((start, rank, action))
+                    position[rank] += 1
+                    moved = True
+            if not moved:
+                raise DeadlockError(self._stuck(position, done))
+        return [(rank, action) for _, rank, action in sorted(order, key=lambda item: item[:2])]
+
+    def _stuck(self, position: list[int], done: dict[Action, int]) -> str:
+        lines = ["the schedule waits for itself:"]
+        for rank, actions in enumerate(self.ranks):
+            if position[rank] < len(actions):
+                action = actions[position[rank]]
+                missing = [show(need, True) for need in action.needs(self.stages) if need not in done]
+                lines.append(f"  rank {rank}, position {position[rank]}: {show(action, True)} waits for {', '.join(missing)}")
+        return "\n".join(lines)
+
+    def check(self) -> Schedule:
+        """Raise CompileError unless every stage has one rank and runs F and then B of every microbatch exactly once."""
+        where: dict[int, int] = {}
+        seen: dict[Action, int] = {}
+        for rank, actions in enumerate(self.ranks):
+            for place, action in enumerate(actions):
+                at = f"rank {rank}, position {place}: {show(action, True)}"
+                if where.setdefault(action.stage, rank) != rank:
+                    raise CompileError(f"{at}: stage {action.stage} already runs on rank {where[action.stage]}")
+                if action in seen:
+                    raise CompileError(f"{at} stands twice")
+                if action.phase == "B" and Action("F", action.stage, action.microbatch) not in seen:
+                    raise CompileError(f"{at} stands before its forward")
+                seen[action] = place
+        for stage in range(self.stages):
+            for microbatch in range(self.microbatches):
+                for phase in ("F", "B"):
+                    if Action(phase, stage, microbatch) not in seen:  # type: ignore[arg-type]
+                        raise CompileError(f"the schedule lacks {phase}{microbatch} on stage {stage}")
+        self.order()
+        return self
+
+    @staticmethod
+    def parse(text: str, name: str = "custom") -> Schedule:
+        """The inverse of `str`: a line per rank; empty lines and what follows a # are passed over."""
+        lines = [line.split("#")[0].split() for line in text.splitlines()]
+        ranks = [words for words in lines if words]
+        return Schedule(tuple(tuple(parse_action(word, r) for word in words) for r, words in enumerate(ranks)), name)
+
+    def __str__(self) -> str:
+        plain = all(action.stage == rank for rank, actions in enumerate(self.ranks) for action in actions)
+        return "\n".join(" ".join(show(action, not plain) for action in actions) for actions in self.ranks)
+
+
+def show(action: Action, with_stage: bool) -> str:
+    """An action as text."""
+    return f"{action.phase}{action.microbatch}" + (f"@{action.stage}" if with_stage else "")
+
+
+def parse_action(word: str, rank: int) -> Action:
+    """An action from text; without "@stage" it is on the stage of the rank's number."""
+    match = re.fullmatch(r"([FB])(\d+)(?:@(\d+))?", word)
+    if match is None:
+        raise CompileError(f"schedule, rank {rank}: {word!r} is no action; expected F or B, a microbatch, perhaps @stage")
+    phase: Phase = "F" if match[1] == "F" else "B"
+    return Action(phase, int(match[3]) if match[3] else rank, int(match[2]))

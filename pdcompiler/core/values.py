@@ -1,0 +1,70 @@
+"""Of what a value of a trace is made: of weights alone, of the batch alone, or of both (an activation).
+
+Activations cross stages. What depends on weights alone is derived again from the weight version at hand and is never saved or
+sent; what depends on the batch alone (masks, position ids, rotary tables) can be computed by every rank, since every rank has
+the batch. Not here: what is done about it (`partition`, `localize_cheap_values`).
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from pdcompiler.core.ir import Trace, is_backward
+
+aten = torch.ops.aten
+MORE_VIEWS = (aten._unsafe_view.default, aten.detach.default, operator.getitem)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result shares its input's storage: torch says so in the operator's schema."""
+    if node.op != "call_function":
+        return False
+    if node.target in MORE_VIEWS:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns:
+        return False
+    first = schema.returns[0].alias_info
+    return first is not None and not first.is_write
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether two runs of a node differ: it draws from a random generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+class Origins:
+    """The forward nodes of a trace by what they are made of. Placeholders and constants are in neither set.
+
+    batch_values: of model inputs, rows, constants and buffers that nothing writes; no parameter, nothing random.
+    weight_values: of at least one parameter and of such buffers and constants; nothing of the batch, nothing random.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        written = {trace.canonical[o.name] for o in trace.outputs if o.kind == "buffer"}
+        roots: dict[fx.Node, str] = {}
+        self.batch_values: set[fx.Node] = set()
+        self.weight_values: set[fx.Node] = set()
+        for node in trace.graph.nodes:
+            if node.op == "placeholder":
+                meaning = trace.inputs[node.name]
+                is_written = meaning.kind == "buffer" and trace.canonical[meaning.name] in written
+                kinds = {"parameter": "w", "buffer": "x" if is_written else "", "batch": "b", "rows": "", "loss_weight": "x"}
+                roots[node] = kinds[meaning.kind]
+            elif node.op == "get_attr":
+                roots[node] = ""
+            elif node.op == "call_function":
+                roots[node] = self._classify(node, roots)
+
+    def _classify(self, node: fx.Node, roots: dict[fx.Node, str]) -> str:
+        made_of = set("".join(roots[i] for i in node.all_input_nodes))
+        if is_random(node) or is_backward(node) or "x" in made_of or {"w", "b"} <= made_of:
+            return "x"
+        if "w" in made_of:
+            self.weight_values.add(node)
+        else:
+            self.batch_values.add(node)
+        return "".join(made_of)
