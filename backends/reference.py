@@ -6,7 +6,7 @@ runs the ranks' programs, each until it has to wait, with messages in queues. Ev
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -112,7 +112,7 @@ def run_program(program: Program, inputs: Mapping[str, Any], memory: Memory) -> 
 
 def run_ranks(programs: Sequence[RankProgram], inputs: Mapping[str, Any], memory: Memory) -> list[Any]:
     """Run the ranks' programs in turns, each as far as it gets. Raises DeadlockError where none gets further."""
-    channels: dict[str, deque[Tensor]] = defaultdict(deque)
+    channels: dict[str, list[Tensor]] = defaultdict(list)
     reductions: dict[tuple[Any, int], dict[int, Any]] = defaultdict(dict)
     running = [_Rank(program, inputs, memory, channels, reductions) for program in programs]
     with torch.no_grad():
@@ -128,7 +128,7 @@ class _Rank:
 
     def __init__(
         self, program: RankProgram, inputs: Mapping[str, Any], memory: Memory,
-        channels: dict[str, deque[Tensor]], reductions: dict[tuple[Any, int], dict[int, Any]],
+        channels: dict[str, list[Tensor]], reductions: dict[tuple[Any, int], dict[int, Any]],
     ) -> None:
         self.program, self.inputs = program, inputs
         self.channels, self.reductions = channels, reductions
@@ -138,7 +138,6 @@ class _Rank:
         self.done = False
         self.results: Any = None
         self.asked: dict[str, int] = defaultdict(int)
-        self.taken: dict[str, int] = defaultdict(int)
         self.reduced: dict[Any, int] = defaultdict(int)
         self.meaning = {
             **PURE,
@@ -146,9 +145,9 @@ class _Rank:
             ops.buffers: lambda *, stage, rank: memory.buffers(stage, rank),
             ops.write_buffers: memory.write_buffers,
             ops.send: lambda value, *, to, channel: channels[channel].append(value.contiguous()),
-            ops.recv: lambda *, channel, **_: channels[channel].popleft(),
-            ops.start_recv: lambda *, channel, **_: channel,
-            ops.finish_recv: lambda channel: channels[channel].popleft(),
+            ops.recv: lambda *, channel, **_: self._take(self._ask(channel)),
+            ops.start_recv: lambda *, channel, **_: self._ask(channel),
+            ops.finish_recv: self._take,
             ops.all_reduce: self._all_reduce,
         }
 
@@ -165,15 +164,27 @@ class _Rank:
 
     def _ready(self, node: fx.Node) -> bool:
         if node.target is ops.recv:
-            return bool(self.channels[str(node.kwargs["channel"])])
+            channel = str(node.kwargs["channel"])
+            return len(self.channels[channel]) > self.asked[channel]
         if node.target is ops.finish_recv:
-            return bool(self.channels[self.values[node.args[0]]])  # type: ignore[index]
+            channel, number = self.values[node.args[0]]  # type: ignore[index]
+            return len(self.channels[channel]) > number
         if node.target is ops.all_reduce:
             ranks = node.kwargs["ranks"]
             waiting = self.reductions[ranks, self.reduced[ranks]]
             waiting.setdefault(self.program.rank, _given(node.args[0], self.values))
             return len(waiting) == len(ranks)  # type: ignore[arg-type]
         return True
+
+    def _ask(self, channel: str) -> tuple[str, int]:
+        self.asked[channel] += 1
+        return channel, self.asked[channel] - 1
+
+    def _take(self, ticket: tuple[str, int]) -> Tensor:
+        channel, number = ticket
+        value = self.channels[channel][number]
+        self.channels[channel][number] = torch.empty(0)  # taken: let go of the memory
+        return value
 
     def _all_reduce(self, value: Any, *, ranks: tuple[int, ...]) -> Any:
         waiting = self.reductions[ranks, self.reduced[ranks]]

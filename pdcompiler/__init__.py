@@ -1,1 +1,23 @@
-"""Compile a PyTorch model into one pipeline-parallel program per rank."""
+"""pdcompiler: pipeline-parallel training by compiling an ordinary PyTorch model. See `compile`."""
+
+from pdcompiler.core.errors import CompileError, DeadlockError, PdcompilerError, VerifyError, WorkerError
+from pdcompiler.core.machine import Machine
+from pdcompiler.core.partition import Partition
+from pdcompiler.core.schedule import Schedule
+from pdcompiler.entry import compile
+from pdcompiler.outputs import StepResult
+from pdcompiler.pipeline import Pipeline
+
+__all__ = [
+    "CompileError",
+    "DeadlockError",
+    "Machine",
+    "Partition",
+    "PdcompilerError",
+    "Pipeline",
+    "Schedule",
+    "StepResult",
+    "VerifyError",
+    "WorkerError",
+    "compile",
+]

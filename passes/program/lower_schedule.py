@@ -23,16 +23,30 @@ from typing import Any
 from torch import fx, nn
 
 from pdcompiler.core import ops
-from pdcompiler.core.ir import Function, Program, Stage, Step, ValueType, describe
+from pdcompiler.core.errors import CompileError
+from pdcompiler.core.ir import Function, Program, Stage, Step, ValueType, describe, eliminate_dead_code
 from pdcompiler.core.schedule import Action, Schedule
 
 
 def lower_schedule(step: Step, schedule: Schedule) -> Program:
     """The program of one step. `step` says what is computed for each microbatch, `schedule` in which order."""
+    _check_variants(step)
     lowering = _Lowering(step, schedule)
     for rank, action in schedule.order():
         lowering.action(rank, action)
     return lowering.finish()
+
+
+def _check_variants(step: Step) -> None:
+    """Microbatches of other row counts are other traces; gradients and buffers must be the same tuples in all of them."""
+    first = step.microbatches[0].staged.stages
+    for plan in step.microbatches[1:]:
+        for one, other in zip(first, plan.staged.stages, strict=True):
+            if one.gradients != other.gradients or one.buffers != other.buffers:
+                raise CompileError(
+                    f"stage {one.index} has other gradients or buffers for {plan.rows} rows than for {step.microbatches[0].rows}",
+                    ways_out=("a batch whose microbatches have equal rows",),
+                )
 
 
 class _Lowering:
@@ -75,14 +89,14 @@ class _Lowering:
         stage, m, rank = note["stage"], note["microbatch"], note["rank"]
         if name == "weights":
             if stage not in self.weights:
-                self.weights[stage] = self._call(ops.weights, (), {"stage": stage, "rank": rank}, "weights", note)
+                self.weights[stage] = self._call(ops.weights, (), {"stage": stage, "rank": rank}, f"stage{stage}_weights", note)
             return self.weights[stage]
         if name == "buffers":
             return self._buffers_of(stage, m, note)
         if name == "rows":
             return self.step.microbatches[m].rows
         if name == "loss_weight":
-            return self._call(operator.getitem, (self.loss_weights, m), {}, f"loss_weight_{m}", note)
+            return self._loss_weight(note)
         if name in part.batch:
             return self._microbatch(part.batch[name], note)
         return self.values[f"saved@{stage}" if name == "saved" else name, m]
@@ -90,10 +104,17 @@ class _Lowering:
     def _buffers_of(self, stage: int, m: int, note: dict[str, Any]) -> fx.Node:
         """The newest values for a forward; for a backward, those that the forward of its microbatch saw."""
         if stage not in self.buffers:
-            self.buffers[stage] = self._call(ops.buffers, (), {"stage": stage, "rank": note["rank"]}, "buffers", note)
+            self.buffers[stage] = self._call(ops.buffers, (), {"stage": stage, "rank": note["rank"]}, f"stage{stage}_buffers", note)
         if note["phase"] == "F":
             self.values[f"buffers@{stage}", m] = self.buffers[stage]
         return self.values.get((f"buffers@{stage}", m), self.buffers[stage])
+
+    def _loss_weight(self, note: dict[str, Any]) -> fx.Node:
+        key = (note["rank"], "loss_weights", note["microbatch"])
+        if key not in self.cut:
+            arguments = (self.loss_weights, note["microbatch"])
+            self.cut[key] = self._call(operator.getitem, arguments, {}, f"loss_weight_{note['microbatch']}", note)
+        return self.cut[key]
 
     def _microbatch(self, tensor: str, note: dict[str, Any]) -> fx.Node:
         dim, m = self.step.dims[tensor], note["microbatch"]
@@ -133,8 +154,7 @@ class _Lowering:
         plan = self.step.microbatches[m]
         loss = self.values.get((plan.staged.loss, m)) if plan.staged.loss else None
         if loss is not None and plan.counts and loss.meta["stage"] == part.index and phase == "F":
-            weight = self._call(operator.getitem, (self.loss_weights, m), {}, f"loss_weight_{m}", note)
-            weighted = self._call(operator.mul, (loss, weight), {}, f"weighted_loss_{m}", note)
+            weighted = self._call(operator.mul, (loss, self._loss_weight(note)), {}, f"weighted_loss_{m}", note)
             weighted.meta["type"] = loss.meta["type"]
             self.loss.add(m, weighted, note)
         if phase != "F" and plan.counts:
@@ -155,8 +175,10 @@ class _Lowering:
         results = {rank: self._results(rank) for rank in range(len(self.schedule.ranks))}
         describe(self.graph.output(results), rank=0)
         eliminate_dead_code(self.graph)
-        names = {stage.index: stage.gradients for stage in stages}
-        return Program(self.graph, self.root, len(self.schedule.ranks), self.schedule, names)
+        return Program(
+            self.graph, self.root, len(self.schedule.ranks), self.schedule,
+            {stage.index: stage.gradients for stage in stages}, {stage.index: stage.buffers for stage in stages},
+        )
 
     def _results(self, rank: int) -> dict[str, Any]:
         results: dict[str, Any] = {}
@@ -199,11 +221,6 @@ class _Total:
                 type = self.node.meta["type"]
                 self.node = self.lowering._call(ops.accumulate, (self.node, value), {}, self.name, note)
                 self.node.meta["type"] = type
-
-
-def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Drop what nobody needs. Stage functions are pure; words with an effect stay."""
-    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or (n.op == "call_function" and n.is_impure()))
 
 
 def _identifier(name: str) -> str:

@@ -34,6 +34,9 @@ def read_trace(captured: Captured) -> Trace:
     reader = _Reader(captured)
     outputs, nodes = reader.copy()
     graph = reader.graph
+    for output, node in zip(outputs, nodes, strict=True):
+        if output.kind == "loss" and node.op == "call_function":
+            node._rename("loss")
     graph.output(tuple(nodes))
     graph.eliminate_dead_code()
     dims = tuple(_row_dim(node) for output, node in zip(outputs, nodes, strict=True) if output.kind == "output")

@@ -12,7 +12,7 @@ Keys of `node.meta` that this project writes, all of them read and written throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -210,7 +210,8 @@ class Program:
 
     Placeholders are the batch's tensors and `loss_weights`; the output is a dict from rank to that rank's results:
     {"loss": value, "gradients": {stage: tuple}, "reduced": {parameter: value}, "outputs": [leaf: [microbatch: value]]}.
-    root: holds the stage functions that `call_module` nodes name.   gradient_names: per stage, of its tuple of gradients.
+    root: holds the stage functions that `call_module` nodes name.   gradient_names, buffer_names: per stage, of its tuple of
+    gradients and of its tuple of buffers.
     """
 
     graph: fx.Graph
@@ -218,6 +219,7 @@ class Program:
     ranks: int
     schedule: Schedule
     gradient_names: dict[int, tuple[str, ...]]
+    buffer_names: dict[int, tuple[str, ...]]
 
 
 @dataclass
@@ -289,6 +291,11 @@ def describe(node: fx.Node, *, rank: int, stage: int | None = None, microbatch: 
     return node
 
 
-def inputs_of(node: fx.Node) -> Sequence[fx.Node]:
-    """The nodes that a node reads."""
-    return node.all_input_nodes
+def name_of(node: fx.Node) -> str:
+    """The name that a program's node was given, without the number that keeps names apart in the global program."""
+    return str(node.meta.get("name", node.name))
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Drop what nobody needs from a program. Stage functions are pure; words with an effect stay."""
+    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or (n.op == "call_function" and n.is_impure()))

@@ -79,7 +79,7 @@ class Whole(nn.Module):
             raise CompileError(
                 "the loss does not depend on any trainable parameter", ways_out=("check for detach, no_grad and frozen parameters",)
             )
-        return loss.reshape(())
+        return loss.reshape(()) if loss.dim() else loss
 
 
 def find_loss(outputs: Any, target: Any, loss_fn: LossFunction | None) -> Tensor | None:

@@ -90,13 +90,13 @@ def send(value: Tensor, *, to: int, channel: str) -> None:
 
 
 @_effect
-def recv(*, frm: int, channel: str, shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+def recv(*, frm: int, channel: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Take the next value that rank `frm` sent on `channel`; wait for it if need be."""
     _meaningless("recv")
 
 
 @_effect
-def start_recv(*, frm: int, channel: str, shape: Sequence[int], dtype: torch.dtype, device: str) -> Any:
+def start_recv(*, frm: int, channel: str, shape: Sequence[int], dtype: torch.dtype) -> Any:
     """Ask for the next value on `channel`, without waiting for it."""
     _meaningless("start_recv")
 

@@ -1,0 +1,103 @@
+"""Project the program onto each rank: a transfer becomes a send here and a receive there.
+
+    the program                               rank 0                                  rank 1
+    h = stage0_forward(w0, x)   # rank 0      h = stage0_forward(w0, x)
+    t = transfer(h, to=1)       # rank 1      send(h, to=1, channel="0->1")           h = recv(frm=0, channel="0->1", ...)
+    y = stage1_forward(w1, t)   # rank 1                                              y = stage1_forward(w1, h)
+
+Both halves stand where the transfer stood in the one global order, so no cycle of waiting is possible, even where a send waits
+for its receive. A reduction over ranks becomes one call on each of them, of its own value.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx, nn
+
+from pdcompiler.core import ops
+from pdcompiler.core.ir import Program, RankProgram, ValueType, describe, eliminate_dead_code, name_of, rank_of, type_of
+
+
+def split_ranks(program: Program) -> tuple[RankProgram, ...]:
+    """One program per rank, see the module's docstring."""
+    return tuple(_Projection(program, rank).run() for rank in range(program.ranks))
+
+
+class _Projection:
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program, self.rank = program, rank
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, Any] = {}
+
+    def run(self) -> RankProgram:
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self._keep(node)
+            elif node.op == "output":
+                describe(self.graph.output(_map(node.args[0][self.rank], self.copies)), rank=self.rank)
+            elif node.target is ops.transfer:
+                self._transfer(node)
+            elif node.target is ops.all_reduce:
+                self._reduce(node)
+            elif rank_of(node) == self.rank and node not in self.copies:
+                self._keep(node)
+        eliminate_dead_code(self.graph)
+        for node in list(self.graph.nodes):
+            if node.op == "placeholder" and not node.users:
+                self.graph.erase_node(node)
+        root = nn.Module()
+        for node in self.graph.nodes:
+            if node.op == "call_module" and not hasattr(root, str(node.target)):
+                root.add_module(str(node.target), self.program.root.get_submodule(str(node.target)))
+        return RankProgram(self.rank, self.graph, root)
+
+    def _keep(self, node: fx.Node) -> None:
+        args, kwargs = _map(node.args, self.copies), _map(node.kwargs, self.copies)
+        name = name_of(node) if node.op == "call_function" else str(node.target)
+        if node.op == "call_module" and node.meta["microbatch"] is not None:
+            name = f"{name}_{node.meta['microbatch']}"
+        self._add(node, node.op, node.target, tuple(args), dict(kwargs), name)
+
+    def _transfer(self, node: fx.Node) -> None:
+        value: Any = node.args[0]
+        frm, to = rank_of(value), rank_of(node)
+        channel, type = f"{frm}->{to}", type_of(node)
+        if self.rank == frm:
+            note = {key: node.meta[key] for key in ("stage", "microbatch", "phase", "type")}
+            sent = self.graph.call_function(ops.send, (self.copies[value],), {"to": to, "channel": channel})
+            describe(sent, rank=frm, **note)
+        elif self.rank == to:
+            assert isinstance(type, ValueType)
+            what = {"frm": frm, "channel": channel, "shape": tuple(type.shape), "dtype": type.dtype}
+            self._add(node, "call_function", ops.recv, (), what, name_of(node))
+
+    def _reduce(self, node: fx.Node) -> None:
+        ranks: Any = node.kwargs["ranks"]
+        if self.rank not in ranks:
+            return
+        values: Any = node.args[0]
+        own = ranks.index(self.rank)
+        copy = self._add(node, "call_function", ops.all_reduce, (self.copies[values[own]],), {"ranks": ranks}, name_of(node))
+        copy.meta["rank"] = self.rank
+        for user in node.users:
+            if user.target is operator.getitem and user.args[1] == own:
+                self.copies[user] = copy
+
+    def _add(self, node: fx.Node, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> fx.Node:
+        copy = self.graph.create_node(op, target, args, kwargs, name=name)
+        copy.meta = dict(node.meta)
+        self.copies[node] = copy
+        return copy
+
+
+def _map(argument: Any, copies: dict[fx.Node, Any]) -> Any:
+    """Like fx's map_arg, for dicts with any keys."""
+    if isinstance(argument, fx.Node):
+        return copies[argument]
+    if isinstance(argument, dict):
+        return {key: _map(item, copies) for key, item in argument.items()}
+    if isinstance(argument, (tuple, list)):
+        return type(argument)(_map(item, copies) for item in argument)
+    return argument

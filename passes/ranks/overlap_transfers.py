@@ -1,0 +1,61 @@
+"""Ask for values before they are needed, so that messages travel while the rank computes.
+
+    before (window 2)                       after
+    a = recv(channel="0->1")                p0 = start_recv(channel="0->1");  p1 = start_recv(channel="0->1")
+    y = f(a)                                a = finish_recv(p0);  y = f(a)
+    b = recv(channel="0->1")                p2 = start_recv(channel="0->1")
+    z = f(b)                                b = finish_recv(p1);  z = f(b)
+    c = recv(channel="0->1")                ...
+
+At most `window` receives of a channel are open, so receive buffers do not grow with the number of microbatches. A receive is
+started where the one `window` before it stood, or at the beginning: never later than before this pass, in the same order per
+channel, so the proof against deadlock stays. It is finished right before its first reader.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from pdcompiler.core import ops
+from pdcompiler.core.ir import RankProgram
+
+
+def overlap_transfers(program: RankProgram, window: Mapping[str, int]) -> RankProgram:
+    """window: per channel, how many receives may be open."""
+    graph = program.graph
+    channels: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.target is ops.recv:
+            channels[str(node.kwargs["channel"])].append(node)
+    place = {node: i for i, node in enumerate(graph.nodes)}  # of readers; starts never are
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for channel, receives in channels.items():
+        size = window[channel]
+        for i, receive in enumerate(receives):
+            before = first if i < size else receives[i - size].next
+            _start(graph, receive, before)
+    for receives in channels.values():
+        for receive in receives:
+            _finish(receive, place)
+    return program
+
+
+def _start(graph: fx.Graph, receive: fx.Node, before: fx.Node) -> None:
+    """Insert the start; the receive, kept for now as a mark of its place, remembers it."""
+    with graph.inserting_before(before):
+        start = graph.create_node("call_function", ops.start_recv, (), dict(receive.kwargs), name=f"pending_{receive.name}")
+    start.meta = dict(receive.meta)
+    receive.meta["start"] = start
+
+
+def _finish(receive: fx.Node, place: dict[fx.Node, int]) -> None:
+    """The receive itself becomes the finish, and moves to its first reader."""
+    start: Any = receive.meta.pop("start")
+    receive.target, receive.args, receive.kwargs = ops.finish_recv, (start,), {}
+    reader = min(receive.users, key=lambda user: place.get(user, 0), default=None)
+    if reader is not None:
+        reader.prepend(receive)

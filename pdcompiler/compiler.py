@@ -1,0 +1,163 @@
+"""The whole compiler: from a model and a batch to one program per rank. Read top to bottom.
+
+    nn.Module --trace--> Trace --partition--> Partition --stage--> Staged --lower--> Program --split--> tuple[RankProgram]
+
+A change of level is a typed function; a pass rewrites within one level; after each, the level's rules are checked. What is
+remembered from call to call (traces, the partition, programs) is the Pipeline's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdcompiler.core.batch import Batch
+from pdcompiler.core.errors import CompileError
+from pdcompiler.core.ir import Program, RankProgram, Staged, Step, Trace
+from pdcompiler.core.loss import LossFunction
+from pdcompiler.core.machine import Machine
+from pdcompiler.core.partition import Partition
+from pdcompiler.core.pass_manager import Watch, run_passes
+from pdcompiler.core.schedule import Schedule
+from pdcompiler.core.verify import verify_program, verify_ranks, verify_staged, verify_trace
+from pdcompiler.passes.partition.make_partition import cuts_at_modules, make_partition
+from pdcompiler.passes.partition.problem import make_problem
+from pdcompiler.passes.partition.search import search_cuts
+from pdcompiler.passes.program.insert_reductions import insert_reductions
+from pdcompiler.passes.program.insert_transfers import insert_transfers
+from pdcompiler.passes.program.lower_schedule import lower_schedule
+from pdcompiler.passes.program.merge_transfers import merge_transfers
+from pdcompiler.passes.program.split_ranks import split_ranks
+from pdcompiler.passes.ranks.overlap_transfers import overlap_transfers
+from pdcompiler.passes.ranks.reuse_memory import reuse_memory
+from pdcompiler.passes.stages.assign_stages import assign_stages
+from pdcompiler.passes.stages.cut_stages import cut_stages
+from pdcompiler.passes.stages.localize_cheap_values import localize_cheap_values
+from pdcompiler.passes.stages.split_shared_gradients import split_shared_gradients
+from pdcompiler.passes.tracing.annotate_costs import annotate_costs
+from pdcompiler.passes.tracing.read_trace import read_trace
+from pdcompiler.passes.tracing.trace import capture_joint
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked of `compile`, checked."""
+
+    model: nn.Module
+    world_size: int
+    loss_fn: LossFunction | None
+    machine: Machine
+    partition: Partition | tuple[str, ...] | None
+    overlap: bool
+    device: torch.device | None
+    watch: Watch | None
+
+
+def trace_model(request: Request, batch: Batch, *, rows: int, symbolic: bool, gradients: bool) -> Trace:
+    """Loss, outputs and gradients of one microbatch of `rows` rows, with costs."""
+    captured = capture_joint(
+        request.model, batch, rows=rows, symbolic=symbolic, gradients=gradients, loss_fn=request.loss_fn, device=request.device
+    )
+    return run_passes(read_trace(captured), [annotate_costs], verify_trace, request.watch)
+
+
+def choose_partition(request: Request, trace: Trace, rows: int) -> Partition:
+    """The stages: those that the user gave, or the best cut of this trace. Made once; all traces share it."""
+    if isinstance(request.partition, Partition):
+        return request.partition
+    problem = make_problem(trace, request.machine, rows)
+    if request.partition is None:
+        cuts = search_cuts(problem, request.world_size)
+    else:
+        cuts = cuts_at_modules(problem, request.partition)
+    return make_partition(trace, problem, cuts, rows, fingerprint(request.model))
+
+
+def stage_trace(request: Request, trace: Trace, partition: Partition, rows: int) -> Staged:
+    """The forward and the backward of each stage."""
+    passes: list[Callable[[Trace], Trace]] = [
+        bind(assign_stages, partition=partition),
+        split_shared_gradients,
+        bind(localize_cheap_values, machine=request.machine, rows=rows),
+    ]
+    staged = cut_stages(run_passes(trace, passes, verify_trace, request.watch), partition)
+    verify_staged(staged)
+    return staged
+
+
+def compile_program(request: Request, step: Step, schedule: Schedule, holders: Mapping[str, tuple[int, ...]]) -> Program:
+    """One program over all ranks. holders: of each tied parameter, the ranks that hold it."""
+    passes: list[Callable[[Program], Program]] = [
+        bind(insert_reductions, holders=holders),
+        insert_transfers,
+        bind(merge_transfers, machine=request.machine),
+    ]
+    return run_passes(lower_schedule(step, schedule), passes, verify_program, request.watch)
+
+
+def compile_ranks(request: Request, program: Program) -> tuple[RankProgram, ...]:
+    """One program per rank, proved free of deadlock."""
+    ranks = split_ranks(program)
+    window = receive_window(program)
+    verify_ranks(ranks)
+    for rank in ranks:
+        reuse_memory(rank)
+        if request.overlap:
+            overlap_transfers(rank, window)
+    verify_ranks(ranks)
+    return ranks
+
+
+def receive_window(program: Program) -> dict[str, int]:
+    """Per channel, how many messages may be open: those of the microbatches that may be in flight, and of one more."""
+    counts: dict[str, dict[Any, int]] = {}
+    for node in program.graph.nodes:
+        if getattr(node.target, "__name__", "") == "transfer":
+            channel = f"{node.args[0].meta['rank']}->{node.meta['rank']}"
+            per_microbatch = counts.setdefault(channel, {})
+            key = (node.meta["microbatch"], node.meta["phase"])
+            per_microbatch[key] = per_microbatch.get(key, 0) + 1
+    flights = [program.schedule.in_flight(rank) for rank in range(program.ranks)]
+    return {channel: max(found.values()) * (flights[int(channel.split("->")[1])] + 1) for channel, found in counts.items()}
+
+
+def bind(apply: Callable[..., Any], **options: Any) -> Callable[[Any], Any]:
+    """A pass with its options; keeps the pass's name for messages."""
+
+    def bound(value: Any) -> Any:
+        return apply(value, **options)
+
+    bound.__name__ = getattr(apply, "__name__", "pass")
+    return bound
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Names and shapes of the parameters, shortened: which model a partition is for."""
+    text = json.dumps([(name, list(p.shape)) for name, p in model.named_parameters()])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read_partition(partition: Any, model: nn.Module, world_size: int) -> Partition | tuple[str, ...] | None:
+    """The user's `partition=`: a Partition, its JSON file, module paths at which stages begin, or None."""
+    if isinstance(partition, (str, Path)):
+        partition = Partition.load(partition)
+    if isinstance(partition, Partition):
+        if partition.model and partition.model != fingerprint(model):
+            raise CompileError("the partition is for another model: its parameters' names or shapes differ")
+        count = len(partition.stages)
+    elif isinstance(partition, Sequence):
+        partition, count = tuple(partition), len(partition) + 1
+    elif partition is None:
+        return None
+    else:
+        raise CompileError(f"partition is a {type(partition).__name__}", ways_out=("a Partition, a JSON file, or module paths",))
+    if count != world_size:
+        raise CompileError(f"the partition has {count} stages, world_size is {world_size}")
+    return partition

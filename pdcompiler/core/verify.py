@@ -1,0 +1,221 @@
+"""What each level may contain, one function a level, run after every pass.
+
+A failure is a VerifyError: our fault, not the user's. The proof that rank programs cannot wait for ever stands here too: the
+k-th send on a channel meets the k-th receive with equal shape and type, and the ranks, run one operation at a time under the
+weakest model (a send waits for its receive), reach their end.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from pdcompiler.core import ops
+from pdcompiler.core.errors import DeadlockError, VerifyError
+from pdcompiler.core.ir import Function, Program, RankProgram, Stage, Staged, Trace, ValueType, is_integer, rank_of, type_of
+from pdcompiler.core.values import is_view
+
+EFFECTS = (ops.send, ops.recv, ops.start_recv, ops.finish_recv)
+
+
+def verify_trace(trace: Trace) -> None:
+    """Every operation has a type; outputs are as many as their meanings; every placeholder has a meaning."""
+    trace.graph.lint()
+    for node in trace.graph.nodes:
+        if node.op == "placeholder" and node.name not in trace.inputs:
+            raise VerifyError(f"placeholder {node.name} has no meaning")
+        if node.op == "call_function" and "type" not in node.meta:
+            raise VerifyError(f"operation {node.name} has no type")
+    given = trace.graph.output_node().args[0]
+    if len(given) != len(trace.outputs):  # type: ignore[arg-type]
+        raise VerifyError(f"{len(given)} outputs with {len(trace.outputs)} meanings")  # type: ignore[arg-type]
+
+
+def verify_staged(staged: Staged) -> None:
+    """Forwards read only earlier stages, backwards only later ones; saved values are no integers and share no weight's memory."""
+    made: set[str] = set()
+    for stage in staged.stages:
+        _check_takes(stage, stage.forward, made, "forward")
+        made.update(stage.forward.gives)
+    gradients: set[str] = set()
+    for stage in reversed(staged.stages):
+        if stage.backward is not None:
+            _check_takes(stage, stage.backward, gradients, "backward")
+            gradients.update(stage.backward.gives)
+        _check_saved(stage)
+
+
+def _check_takes(stage: Stage, function: Function, made: set[str], phase: str) -> None:
+    own = {"weights", "buffers", "saved", "rows", "loss_weight", *stage.batch}
+    missing = [name for name in function.takes if name not in own | made]
+    if missing:
+        raise VerifyError(f"stage {stage.index}'s {phase} takes {missing}, which nothing before it gives")
+    placeholders = [node.target for node in function.module.graph.nodes if node.op == "placeholder"]
+    if placeholders != list(function.takes):
+        raise VerifyError(f"stage {stage.index}'s {phase} has placeholders {placeholders}, takes {function.takes}")
+
+
+def _check_saved(stage: Stage) -> None:
+    if "saved" not in stage.forward.gives:
+        return
+    given: Any = stage.forward.module.graph.output_node().args[0]
+    for node in given[stage.forward.gives.index("saved")]:
+        if is_integer(node):
+            raise VerifyError(f"stage {stage.index} saves the integer {node.name}")
+        if _shares_weights(node):
+            raise VerifyError(f"stage {stage.index} saves {node.name}, which shares memory with a parameter or buffer")
+
+
+def _shares_weights(node: fx.Node) -> bool:
+    """Whether a value is a view, at any remove, of what is taken out of `weights` or `buffers`."""
+    while is_view(node) and node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        if node.target is operator.getitem and source.op == "placeholder":
+            return source.target in ("weights", "buffers")
+        node = source
+    return False
+
+
+def verify_program(program: Program) -> None:
+    """Every node has a rank; from the first transfer on, no value is read on a rank that does not hold it."""
+    program.graph.lint()
+    transfers = any(node.target is ops.transfer for node in program.graph.nodes)
+    for node in program.graph.nodes:
+        if "rank" not in node.meta:
+            raise VerifyError(f"node {node.name} has no rank")
+        if not transfers or node.op == "output" or node.target in (ops.transfer, ops.all_reduce):
+            continue
+        for source in node.all_input_nodes:
+            shared = source.op == "placeholder" or source.target is ops.all_reduce
+            if not shared and rank_of(source) != rank_of(node):
+                raise VerifyError(f"{node.name} on rank {rank_of(node)} reads {source.name}, which is on rank {rank_of(source)}")
+
+
+@dataclass
+class _Rank:
+    """Where one rank stands while its program is walked."""
+
+    program: RankProgram
+    nodes: list[fx.Node]
+    at: int = 0
+    posted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+
+def verify_ranks(ranks: Sequence[RankProgram]) -> None:
+    """Messages pair up, and every rank reaches its end even where each send waits for its receive."""
+    for program in ranks:
+        program.graph.lint()
+    _check_pairs(ranks)
+    walking = [_Rank(program, [n for n in program.graph.nodes if n.target in EFFECTS or n.target is ops.all_reduce]) for program in ranks]
+    sent: dict[str, int] = defaultdict(int)
+    posted: dict[str, int] = defaultdict(int)
+    numbers = _numbers(ranks)
+    while any(rank.at < len(rank.nodes) for rank in walking):
+        if not any([_advance(rank, walking, sent, posted, numbers) for rank in walking]):
+            raise DeadlockError(_cycle(walking))
+
+
+def _numbers(ranks: Sequence[RankProgram]) -> dict[fx.Node, int]:
+    """Which receive of its channel each start is, and for a finish, the start's."""
+    numbers: dict[fx.Node, int] = {}
+    for program in ranks:
+        counts: dict[str, int] = defaultdict(int)
+        for node in program.graph.nodes:
+            if node.target in (ops.recv, ops.start_recv, ops.send):
+                channel = str(node.kwargs["channel"])
+                numbers[node] = counts[channel + node.target.__name__[:1]]
+                counts[channel + node.target.__name__[:1]] += 1
+            elif node.target is ops.finish_recv:
+                numbers[node] = numbers[node.args[0]]
+    return numbers
+
+
+def _advance(
+    rank: _Rank, walking: list[_Rank], sent: dict[str, int], posted: dict[str, int], numbers: dict[fx.Node, int]
+) -> bool:
+    """Walk a rank until it has to wait; whether it moved. A receive that it stands at counts as posted."""
+    start = rank.at
+    moved = False
+    while rank.at < len(rank.nodes):
+        node = rank.nodes[rank.at]
+        if node.target is ops.send:
+            channel = str(node.kwargs["channel"])
+            if posted[channel] <= numbers[node]:
+                break
+            sent[channel] += 1
+        elif node.target is ops.start_recv:
+            posted[str(node.kwargs["channel"])] += 1
+        elif node.target is ops.all_reduce:
+            if not _all_at(node, walking):
+                break
+            _pass_together(node, walking)
+            return True
+        else:
+            begun: Any = node if node.target is ops.recv else node.args[0]
+            channel = str(begun.kwargs["channel"])
+            if node.target is ops.recv and posted[channel] <= numbers[node]:
+                posted[channel] += 1
+                moved = True
+            if sent[channel] <= numbers[node]:
+                break
+        rank.at += 1
+    return moved or rank.at > start
+
+
+def _all_at(node: fx.Node, walking: list[_Rank]) -> bool:
+    """Whether all ranks of a reduction stand at one with the same ranks."""
+    ranks: Any = node.kwargs["ranks"]
+    here = [walking[r].nodes[walking[r].at] if walking[r].at < len(walking[r].nodes) else None for r in ranks]
+    return all(other is not None and other.target is ops.all_reduce and other.kwargs["ranks"] == ranks for other in here)
+
+
+def _pass_together(node: fx.Node, walking: list[_Rank]) -> None:
+    for r in node.kwargs["ranks"]:  # type: ignore[union-attr]
+        walking[r].at += 1
+
+
+def _check_pairs(ranks: Sequence[RankProgram]) -> None:
+    sends: dict[str, list[fx.Node]] = defaultdict(list)
+    receives: dict[str, list[fx.Node]] = defaultdict(list)
+    for program in ranks:
+        for node in program.graph.nodes:
+            if node.target is ops.send:
+                sends[str(node.kwargs["channel"])].append(node)
+            elif node.target in (ops.recv, ops.start_recv):
+                receives[str(node.kwargs["channel"])].append(node)
+    for channel in sends.keys() | receives.keys():
+        if len(sends[channel]) != len(receives[channel]):
+            raise VerifyError(f"channel {channel}: {len(sends[channel])} sends meet {len(receives[channel])} receives")
+        for k, (send, receive) in enumerate(zip(sends[channel], receives[channel], strict=True)):
+            expected, value = (receive.kwargs["shape"], receive.kwargs["dtype"]), type_of(send)
+            same = isinstance(value, ValueType) and (value.shape, value.dtype) == expected
+            if not same or any(send.meta[key] != receive.meta[key] for key in ("stage", "microbatch", "phase")):
+                raise VerifyError(f"channel {channel}, message {k}: {send.format_node()} meets {receive.format_node()}")
+
+
+def _cycle(walking: list[_Rank]) -> str:
+    """The shortest cycle of ranks that wait for each other, by rank and node."""
+    waits: dict[int, tuple[int, fx.Node]] = {}
+    for index, rank in enumerate(walking):
+        if rank.at < len(rank.nodes):
+            node = rank.nodes[rank.at]
+            begun: Any = node.args[0] if node.target is ops.finish_recv else node
+            partner = begun.kwargs.get("to", begun.kwargs.get("frm"))
+            if partner is None:
+                partner = next(r for r in begun.kwargs["ranks"] if r != index)
+            waits[index] = (int(partner), node)
+    cycles = []
+    for start in waits:
+        path = [start]
+        while (nearest := waits.get(path[-1], (None, None))[0]) is not None and nearest not in path:
+            path.append(nearest)
+        if nearest is not None:
+            cycles.append(path[path.index(nearest) :])
+    shortest = min(cycles, key=len) if cycles else list(waits)
+    lines = [f"  rank {r} waits for rank {waits[r][0]} at {waits[r][1].format_node()}" for r in shortest if r in waits]
+    return "\n".join(["the ranks' programs wait for each other:", *lines])

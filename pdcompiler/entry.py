@@ -1,0 +1,112 @@
+"""`pdcompiler.compile`: the arguments, checked, before anything is traced or sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdcompiler.backends.distributed import launched
+from pdcompiler.compiler import Request, read_partition
+from pdcompiler.core.batch import BatchDims
+from pdcompiler.core.errors import CompileError
+from pdcompiler.core.loss import LossFunction
+from pdcompiler.core.machine import Machine
+from pdcompiler.core.partition import Partition
+from pdcompiler.core.pass_manager import Watch
+from pdcompiler.core.schedule import Schedule
+from pdcompiler.holdings import Initialize
+from pdcompiler.outputs import LossWeight
+from pdcompiler.passes.schedules.named import SCHEDULES
+from pdcompiler.pipeline import Options, Pipeline
+
+
+def compile(
+    model: nn.Module,
+    world_size: int,
+    *,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    example_target: Any = None,
+    loss_fn: LossFunction | None = None,
+    schedule: str | Schedule = "1f1b",
+    microbatches: int | None = None,
+    machine: Machine | None = None,
+    partition: Partition | str | Path | Sequence[str] | None = None,
+    loss_weight: LossWeight = "rows",
+    batch_dims: BatchDims | None = None,
+    device: torch.device | str | None = None,
+    init: Initialize | None = None,
+    timeout: float = 300.0,
+    watch: Watch | None = None,
+) -> Pipeline:
+    """Compile a model for `world_size` ranks.
+
+    Args:
+        model: any nn.Module that can be traced; nothing of it is changed. Its parameters are trained in place by whatever
+            optimizer the user makes of `pipe.parameters()`. On the meta device, ranks get memory for their own stages only.
+        world_size: the number of ranks, one stage each. Under torchrun it must be the launched number.
+        example_args, example_kwargs, example_target: one batch. Left out, the model is compiled at the first step.
+        loss_fn: (outputs, target) -> scalar. None: the model's own loss (outputs.loss, outputs["loss"], a scalar output).
+        schedule: "1f1b" or "gpipe", or a Schedule.
+        microbatches: how many a batch is cut into; None: twice the number of ranks.
+        machine: what is compiled for; None: a laptop's cores.
+        partition: a Partition, its JSON file, or the module paths at which stages 1, 2, ... begin; None: chosen by cost.
+        loss_weight: weight of a microbatch's loss: "rows" (its share of the rows: the full batch's mean), "sum" (1), or a
+            function of the microbatch's tensors by name, normalised over the batch (its valid tokens, say).
+        batch_dims: which dimension of an input carries the rows, by name; None: it is not split. Left out: dimension 0 of
+            every input that has the batch's number of rows there.
+        device: where a model on the meta device will live.
+        init: fills one tensor of a model on the meta device, by name.
+        timeout: seconds after which a rank gives up waiting for another.
+        watch: called with (name, value) after each pass.
+
+    Raises:
+        CompileError: what cannot be compiled, with the place and the ways out, before any process group is made.
+    """
+    running = _check(world_size)
+    schedule = _schedule(schedule, world_size, microbatches)
+    held_on = _device(model, device)
+    on_cuda = (held_on or next(iter(model.parameters()), torch.empty(0)).device).type == "cuda"
+    request = Request(
+        model, world_size, loss_fn, machine or Machine(), read_partition(partition, model, world_size), not on_cuda, held_on, watch
+    )
+    options = Options(schedule, schedule.microbatches, loss_weight, batch_dims, timeout, init)
+    pipe = Pipeline(request, options, None if running is None else running[0])
+    if example_args or example_kwargs:
+        pipe.prepare(*example_args, target=example_target, **(example_kwargs or {}))
+    return pipe
+
+
+def _check(world_size: int) -> tuple[int, int] | None:
+    if not isinstance(world_size, int) or world_size < 1:
+        raise CompileError(f"world_size is {world_size!r}, expected 1 or more")
+    running = launched()
+    if running is not None and running[1] != world_size:
+        raise CompileError(f"world_size is {world_size}, but {running[1]} processes were launched")
+    return running
+
+
+def _schedule(schedule: str | Schedule, world_size: int, microbatches: int | None) -> Schedule:
+    if isinstance(schedule, Schedule):
+        schedule.check()
+        if microbatches not in (None, schedule.microbatches):
+            raise CompileError(f"the schedule is for {schedule.microbatches} microbatches, microbatches is {microbatches}")
+        if len(schedule.ranks) != world_size or schedule.stages != world_size:
+            raise CompileError(f"the schedule is for {len(schedule.ranks)} ranks and {schedule.stages} stages, world_size is {world_size}")
+        return schedule
+    if schedule not in SCHEDULES:
+        raise CompileError(f"there is no schedule {schedule!r}", ways_out=(f"one of {sorted(SCHEDULES)}", "a Schedule"))
+    count = 2 * world_size if microbatches is None else microbatches
+    if not isinstance(count, int) or count < 1:
+        raise CompileError(f"microbatches is {count!r}, expected 1 or more")
+    return SCHEDULES[schedule](world_size, count)
+
+
+def _device(model: nn.Module, device: torch.device | str | None) -> torch.device | None:
+    """Where a model on the meta device will live; None for all others, which stay where they are."""
+    is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    return torch.device(device or "cpu") if is_meta else None
