@@ -224,10 +224,8 @@ class RandomModel(nn.Module):
 
 def loss_from(logits: Tensor, auxiliary: Tensor | None, labels: Tensor) -> Tensor:
     """A mean over rows: cross-entropy for integer labels, squared error otherwise, plus the auxiliary loss."""
-    if labels.is_floating_point():
-        main = F.mse_loss(logits, labels)
-    else:
-        main = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    wants_floats = labels.is_floating_point()
+    main = F.mse_loss(logits, labels) if wants_floats else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     return main if auxiliary is None else main + auxiliary
 
 

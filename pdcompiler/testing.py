@@ -12,6 +12,7 @@ Random models and whole random cases for property tests come from `pdcompiler.st
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ from pdcompiler.strategies import schedules as schedules
 from pdcompiler.strategies import specs as specs
 
 LossFunction = Callable[[Any, Any], Tensor]
-BatchDims = Mapping[str | int, int | None]  # keyword name, position, or "target" -> the dim to split, None: whole
+BatchDims = Mapping[str | int, int | None]  # argument name, position, or "target" -> the dim to split, None: whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +70,15 @@ def plain_step(
     replica = _replica(model, training)
     rows = sum(rows_of_microbatches)
     shares = [size / rows for size in rows_of_microbatches] if weights is None else list(weights)
-    batch: dict[Any, Any] = {**_named(args, kwargs), "target": target}
+    dims = _dims_by_name(model, batch_dims)
+    batch: dict[str, Any] = {**_by_name(model, args, kwargs), "target": target}
     total: Tensor | None = None
     outputs = []
     start = 0
     for size, share in zip(rows_of_microbatches, shares, strict=True):
-        part = _rows(batch, start, size, rows, batch_dims or {})
+        part = _rows(batch, start, size, rows, dims)
         start += size
-        given = replica(*[part[i] for i in range(len(args))], **{name: part[name] for name in kwargs})
+        given = replica(*list(part.values())[: len(args)], **{name: part[name] for name in kwargs})
         if share != 0:
             loss = share * loss_of(given, part["target"], loss_fn)
             if loss.requires_grad:  # not so where every parameter is frozen
@@ -113,10 +115,12 @@ def split_rows(rows: int, microbatches: int) -> tuple[int, ...]:
     return tuple(size for size in sizes if size > 0)
 
 
-def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], batch_dims: BatchDims | None = None) -> int:
+def rows_of(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch_dims: BatchDims | None = None
+) -> int:
     """Rows of the batch: the split dim of its first tensor."""
-    dims = batch_dims or {}
-    for name, value in _named(args, kwargs).items():
+    dims = _dims_by_name(model, batch_dims)
+    for name, value in _by_name(model, args, kwargs).items():
         dim = dims.get(name, 0)
         for leaf in leaves(value):
             if isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim:
@@ -163,14 +167,15 @@ def assert_transparent(
     """Compile a copy of the model, take one step in this process, and compare everything with the plain loop."""
     import pdcompiler  # here, since the package may import this module
 
-    sizes = split_rows(rows_of(args, kwargs, batch_dims), microbatches)
+    sizes = split_rows(rows_of(model, args, kwargs, batch_dims), microbatches)
     expected = plain_step(
         model, args, kwargs, target=target, loss_fn=loss_fn, rows_of_microbatches=sizes, batch_dims=batch_dims,
         training=model.training,
     )  # fmt: skip
     pipe: Any = pdcompiler.compile(
         copy.deepcopy(model), world_size, example_args=args, example_kwargs=kwargs, loss_fn=loss_fn,
-        schedule=schedule, microbatches=microbatches, partition=partition, batch_dims=batch_dims,
+        schedule=schedule, microbatches=microbatches, partition=partition,
+        batch_dims=_dims_by_name(model, batch_dims),
     )  # fmt: skip
     result = pipe.step(*args, target=target, outputs="all" if outputs else "none", **kwargs)
     assert_close_by_tensor(result.loss.detach(), expected.loss, tolerance, "loss")
@@ -201,12 +206,22 @@ def _replica(model: nn.Module, training: bool) -> nn.Module:
     return replica if replica.training == training else replica.train(training)
 
 
-def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
-    """Each argument under its position or keyword."""
-    return {**dict[Any, Any](enumerate(args)), **kwargs}
+def _by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Each argument, positional ones first, under the name that forward gives it."""
+    return {**{_name(model, place): value for place, value in enumerate(args)}, **kwargs}
 
 
-def _rows(batch: dict[Any, Any], start: int, size: int, rows: int, dims: BatchDims) -> dict[Any, Any]:
+def _dims_by_name(model: nn.Module, batch_dims: BatchDims | None) -> dict[str, int | None]:
+    return {_name(model, key) if isinstance(key, int) else key: dim for key, dim in (batch_dims or {}).items()}
+
+
+def _name(model: nn.Module, place: int) -> str:
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    plain = [each.name for each in parameters if each.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    return plain[place] if place < len(plain) else f"{place}"
+
+
+def _rows(batch: dict[str, Any], start: int, size: int, rows: int, dims: dict[str, int | None]) -> dict[str, Any]:
     """The same arguments with `size` rows from `start`; copies, so that the caller's are safe from in-place ops."""
 
     def cut(value: Any, dim: int | None) -> Any:
@@ -214,7 +229,7 @@ def _rows(batch: dict[Any, Any], start: int, size: int, rows: int, dims: BatchDi
         part = value.detach().narrow(dim, start, size) if splits else value.detach()
         return part.clone().requires_grad_(value.requires_grad)
 
-    def cut_argument(name: Any, argument: Any) -> Any:
+    def cut_argument(name: str, argument: Any) -> Any:
         dim = dims.get(name, 0)
         return map_structure(lambda _, leaf: cut(leaf, dim) if isinstance(leaf, Tensor) else leaf, argument)
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.parametrize("name", ZOO)
 def test_a_model_has_a_finite_loss_and_a_gradient_for_every_parameter(name: str) -> None:
     example = ZOO[name]()
     assert example.name == name
-    assert rows_of(example.args, example.kwargs) == ROWS
+    assert rows_of(example.model, example.args, example.kwargs) == ROWS
     observed = plain_step(
         example.model, example.args, example.kwargs, target=example.target, loss_fn=example.loss_fn,
         rows_of_microbatches=split_rows(ROWS, 3),

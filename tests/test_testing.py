@@ -118,7 +118,7 @@ def test_nested_arguments_are_split_and_others_are_not() -> None:
     ones = torch.ones(4, 3)
     observed = plain_step(
         Model(), (Pair(ones, [ones]), ones, ones.T), {"more": {"a": (ones,), "b": 5}}, rows_of_microbatches=(3, 1),
-        batch_dims={1: None, 2: 1},
+        batch_dims={1: None, "first": 1},
     )  # fmt: skip
     assert [output["sizes"] for output in observed.outputs] == [[3, 3, 4, 3, 3, 5], [1, 1, 4, 1, 1, 5]]
     assert observed.loss == 3 / 4 * 9 + 1 / 4 * 3

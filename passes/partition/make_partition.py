@@ -19,7 +19,7 @@ from torch import fx
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.ir import ModuleCall, Trace, evaluate, module_of, type_of
 from pdcompiler.core.partition import Partition, Problem, StagePlan
-from pdcompiler.core.values import is_view
+from pdcompiler.core.values import readers_of
 
 
 def cuts_at_modules(problem: Problem, paths: Sequence[str]) -> list[int]:
@@ -34,7 +34,9 @@ def cuts_at_modules(problem: Problem, paths: Sequence[str]) -> list[int]:
                 f"no module {path!r} runs in this model", ways_out=(f"one of {close}",) if close else ("model.named_modules()",)
             )
         if not problem.legal[place]:
-            reason = "the model begins there" if place == 0 else "a buffer's update or a value of data-dependent shape would be cut"
+            reason = "the model begins there" if place == 0 else (
+                "that would part a buffer's update, a value of data-dependent shape, or the uses of one parameter in one module call"
+            )
             raise CompileError(f"no stage can begin at {path!r}: {reason}")
         if cuts and place <= cuts[-1]:
             raise CompileError(f"the stage that begins at {path!r} does not come after the one before it in the model's order")
@@ -54,7 +56,7 @@ def make_partition(trace: Trace, problem: Problem, cuts: Sequence[int], rows: in
     for node in trace.graph.nodes:
         if node.op == "placeholder" and trace.inputs[node.name].kind == "parameter":
             name = trace.canonical[trace.inputs[node.name].name]
-            for reader in sorted({stage[user] for user in _readers(node) if user in stage}):
+            for reader in sorted({stage[user] for user in readers_of(node) if user in stage}):
                 parameters[reader][name] = evaluate(type_of(node).nbytes(), 1)
     _place_unread(trace, parameters)
     calls = _whole_calls(stage)
@@ -69,14 +71,6 @@ def make_partition(trace: Trace, problem: Problem, cuts: Sequence[int], rows: in
         ),
         model,
     )
-
-
-def _readers(parameter: fx.Node) -> list[fx.Node]:
-    """The operations that read a parameter, through views of it."""
-    found: list[fx.Node] = []
-    for user in parameter.users:
-        found += _readers(user) if is_view(user) else [user]
-    return found
 
 
 def _place_unread(trace: Trace, parameters: list[dict[str, int]]) -> None:

@@ -6,7 +6,8 @@
     cut before 2: bytes of the activations that are made before and read after
 
 Values that every rank can make for itself (masks, position ids) and views of weights cross nothing. A cut may not part the
-reads of a written buffer from its new value, nor a value of data-dependent shape from its readers. Not here: where to cut.
+reads of a written buffer from its new value, a value of data-dependent shape from its readers, nor the readers of a parameter
+within one module call (the steps of an LSTM): a Partition could not say it. Not here: where to cut.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import numpy
 import numpy.typing
 from torch import fx
 
-from pdcompiler.core.ir import ROWS, Trace, ValueType, cost_of, evaluate, is_backward, is_integer, type_of
+from pdcompiler.core.ir import ROWS, ModuleCall, Trace, ValueType, cost_of, evaluate, is_backward, is_integer, module_of, type_of
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Floats, Problem
-from pdcompiler.core.values import Origins
+from pdcompiler.core.values import Origins, readers_of
 
 
 def make_problem(trace: Trace, machine: Machine, rows: int) -> Problem:
@@ -28,7 +29,7 @@ def make_problem(trace: Trace, machine: Machine, rows: int) -> Problem:
     origins = Origins(trace)
     nodes = [n for n in trace.graph.nodes if n.op == "call_function" and not is_backward(n) and not is_integer(n)]
     place = {node: i for i, node in enumerate(nodes)}
-    free = origins.batch_values | origins.weight_values
+    free = (origins.batch_values | origins.weight_values) - origins.parameter_values
     seconds = _seconds(trace, nodes, machine, rows)
     sent, legal = numpy.zeros(len(nodes)), numpy.ones(len(nodes), dtype=bool)
     legal[0] = False
@@ -42,7 +43,7 @@ def make_problem(trace: Trace, machine: Machine, rows: int) -> Problem:
             legal[between] = False
         else:
             sent[between] += evaluate(type.nbytes(), rows)
-    for first, last in _written_buffers(trace, place):
+    for first, last in (*_written_buffers(trace, place), *_parameters_in_calls(trace, place)):
         legal[first + 1 : last + 1] = False
     return Problem(nodes, seconds, sent, legal, machine)
 
@@ -77,3 +78,14 @@ def _written_buffers(trace: Trace, place: dict[fx.Node, int]) -> list[tuple[int,
             made = place[node]
             spans.append((min([made, *readers[trace.canonical[output.name]]]), made))
     return spans
+
+
+def _parameters_in_calls(trace: Trace, place: dict[fx.Node, int]) -> list[tuple[int, int]]:
+    """For each parameter and module call that reads it more than once: the first and the last position that does."""
+    reads: dict[tuple[fx.Node, ModuleCall], list[int]] = defaultdict(list)
+    for node in trace.graph.nodes:
+        if node.op == "placeholder" and trace.inputs[node.name].kind == "parameter":
+            for reader in readers_of(node):
+                if reader in place:
+                    reads[node, module_of(reader)].append(place[reader])
+    return [(min(places), max(places)) for places in reads.values()]

@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from pdcompiler.core import ops
-from pdcompiler.core.ir import Program, describe, type_of
+from pdcompiler.core.ir import Program, describe
 
 
 def insert_reductions(program: Program, holders: dict[str, tuple[int, ...]]) -> Program:
@@ -45,22 +45,22 @@ def _reduce(program: Program, name: str, results: dict[int, dict[str, Any]]) -> 
         for stage, total in result.get("gradients", {}).items():
             names = program.gradient_names[stage]
             if name in names:
-                part = _node(program.graph, operator.getitem, (total, names.index(name)), {}, rank, name)
-                parts[rank] = part if rank not in parts else _node(program.graph, ops.accumulate, (parts[rank], part), {}, rank, name)
+                part = _node(program, operator.getitem, (total, names.index(name)), {}, rank, name)
+                parts[rank] = part if rank not in parts else _node(program, ops.accumulate, (parts[rank], part), {}, rank, name)
     if len(parts) < 2:
         return parts
     ranks = tuple(parts)
-    sums = _node(program.graph, ops.all_reduce, (tuple(parts.values()),), {"ranks": ranks}, ranks[0], f"{name}_sums")
-    return {rank: _node(program.graph, operator.getitem, (sums, i), {}, rank, name) for i, rank in enumerate(ranks)}
+    sums = _node(program, ops.all_reduce, (tuple(parts.values()),), {"ranks": ranks}, ranks[0], name)
+    return {rank: _node(program, operator.getitem, (sums, i), {}, rank, name) for i, rank in enumerate(ranks)}
 
 
-def _node(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int, name: str) -> fx.Node:
+def _node(program: Program, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int, name: str) -> fx.Node:
     readable = f"d_{name}".replace(".", "_")
-    node = graph.create_node("call_function", target, args, kwargs, name=readable)
+    node = program.graph.create_node("call_function", target, args, kwargs, name=readable)
     node.meta["name"] = readable
     source = next((i for i in node.all_input_nodes), None)
     describe(node, rank=rank, stage=source.meta["stage"] if source else None)
-    node.meta["type"] = type_of(source) if source is not None and target is not operator.getitem else None
+    node.meta["type"] = None if target is ops.all_reduce else program.gradient_types[name]
     return node
 
 

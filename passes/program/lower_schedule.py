@@ -177,7 +177,9 @@ class _Lowering:
         eliminate_dead_code(self.graph)
         return Program(
             self.graph, self.root, len(self.schedule.ranks), self.schedule,
-            {stage.index: stage.gradients for stage in stages}, {stage.index: stage.buffers for stage in stages},
+            {stage.index: stage.gradients for stage in stages},
+            {name: type for stage in stages for name, type in zip(stage.gradients, stage.gradient_types, strict=True)},
+            {stage.index: stage.buffers for stage in stages},
         )
 
     def _results(self, rank: int) -> dict[str, Any]:

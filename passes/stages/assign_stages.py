@@ -40,8 +40,7 @@ class _Forward:
         self.calls = partition.stage_of_call()
         self.last = len(partition.stages) - 1
         origins = Origins(trace)
-        self.weights = origins.weight_values
-        self.batch = origins.batch_values
+        self.views = origins.weight_values - origins.parameter_values
 
     def assign(self) -> None:
         for node in self.trace.graph.nodes:
@@ -50,7 +49,7 @@ class _Forward:
         self._settle_views()
 
     def _stage(self, node: fx.Node) -> int:
-        lowest = max((stage_of(i) for i in node.all_input_nodes if i.op == "call_function" and i not in self.weights), default=0)
+        lowest = max((stage_of(i) for i in node.all_input_nodes if i.op == "call_function" and i not in self.views), default=0)
         owners = self._owners(node)
         call = self.calls.get(module_of(node))
         if (is_view(node) or is_integer(node)) and not owners:
@@ -88,14 +87,14 @@ class _Forward:
             if name not in self.owners:
                 raise CompileError(f"the partition has no stage for parameter {name}: it is for another model")
             return set(self.owners[name])
-        if value in self.weights and is_view(value):
+        if value in self.views:
             return self._owners(value)
         return set()
 
     def _settle_views(self) -> None:
         """A view of a parameter stands where it is read (it is made again on each such stage, see localize_cheap_values)."""
         for node in reversed(self.trace.graph.nodes):
-            if node in self.weights and is_view(node):
+            if node in self.views:
                 readers = [stage_of(user) for user in node.users if "stage" in user.meta and not is_backward(user)]
                 if readers:
                     node.meta["stage"] = min(readers)
@@ -121,12 +120,13 @@ def _assign_backward(trace: Trace, last: int) -> None:
 def check_edges(trace: Trace) -> None:
     """Forward values go to later stages or stay, gradients to earlier ones; a backward reads forwards of its own and earlier.
 
-    Weight values are exempt: they are made again where they are read.
+    Views of weights are exempt: they are made again where they are read.
     """
-    weights = Origins(trace).weight_values
+    origins = Origins(trace)
+    views = origins.weight_values - origins.parameter_values
     for node in trace.graph.nodes:
         for source in node.all_input_nodes:
-            if "stage" not in node.meta or "stage" not in source.meta or source in weights:
+            if "stage" not in node.meta or "stage" not in source.meta or source in views:
                 continue
             ahead = stage_of(source) < stage_of(node) if is_backward(source) else stage_of(source) > stage_of(node)
             if ahead:

@@ -143,8 +143,9 @@ class _Cutter:
         backward = self._backward(index, builder) if self.has_backward and self.backward[index].body else None
         taken = dict.fromkeys(node for part in parts for node in part.takes if self._kind(node) == "batch")
         batch = {node.name: self.trace.inputs[node.name].name for node in taken}
+        gradient_types = tuple(type_of(nodes[0]) for nodes in self.gradients[index].values())
         types = {node.name: type_of(node) for part in parts for node in (*part.gives, *part.takes)}
-        return Stage(index, parameters, buffers, forward, backward, tuple(self.gradients[index]), tuple(self.written[index]), batch, types)
+        return Stage(index, parameters, buffers, forward, backward, tuple(self.gradients[index]), gradient_types, tuple(self.written[index]), batch, types)
 
     def _backward(self, index: int, builder: _Builder) -> Function:
         gives: list[tuple[str, Any]] = [(node.name, node) for node in self.backward[index].gives]

@@ -6,8 +6,9 @@
     b = where(mask, y, 0)     # stage 1      mask_1 = le(positions, 3)   # stage 1
                                              b = where(mask_1, y, 0)     # stage 1
 
-- Integers, views of weights and whatever else depends on weights alone: once for each function (a stage's forward or
-  backward) that reads them, so they are never saved and never sent: a weight in them is always the version at hand.
+- Integers, views of weights and of buffers: once for each function (a stage's forward or backward) that reads them, so they
+  are never saved and never sent. What else depends on weights alone (casts, a normed weight): once for each function of the
+  stage that holds the weight, so a weight in it is always the version at hand.
 - What depends on the batch alone (masks, position ids, rotary tables): once for each stage's forward, unless its matrix
   products would take longer than the message.
 
@@ -53,6 +54,7 @@ class _Localizer:
         self.graph = trace.graph
         origins = Origins(trace)
         self.weights = origins.weight_values
+        self.of_parameters = origins.parameter_values
         self.batch = {n for n in origins.batch_values if not is_integer(n) and self._worth(n, origins, machine, rows)}
         self.integers = {n for n in trace.graph.nodes if n.op == "call_function" and is_integer(n)}
         self.copies: dict[tuple[fx.Node, Function], fx.Node] = {}
@@ -76,6 +78,8 @@ class _Localizer:
             return node
         if node in self.batch:
             function = (function[0], False)
+        if node in self.of_parameters and function[0] != stage_of(node):
+            function = (stage_of(node), False)
         key = (node, function)
         if key not in self.copies:
             inputs = {i: self.near(i, function) for i in node.all_input_nodes}

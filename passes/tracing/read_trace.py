@@ -130,7 +130,7 @@ class _Reader:
         """A fake value as ValueType (tensors), tuple (of types) or sympy expression (integers), in the symbol ROWS."""
         if isinstance(value, Tensor):
             shape = tuple(self._type(size) for size in value.shape)
-            return ValueType(shape, value.dtype, str(value.device))
+            return ValueType(shape, value.dtype, str(value.device), _memory_order(value))
         if isinstance(value, (tuple, list)):
             return tuple(self._type(item) for item in value)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -139,6 +139,19 @@ class _Reader:
                 expression = expression.subs(self.captured.symbol, ROWS)
             return int(expression) if expression.is_Integer else expression
         return value
+
+
+def _memory_order(value: Tensor) -> tuple[int, ...] | None:
+    """See ValueType.order; sizes and strides that depend on the rows count by their example values."""
+    sizes, strides = ([n if isinstance(n, int) else n.node.hint for n in numbers] for numbers in (value.shape, value.stride()))
+    order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
+    expected = 1
+    for dim in reversed(order):
+        if sizes[dim] != 1 and strides[dim] != expected:
+            return ()
+        expected *= sizes[dim]
+    significant = [dim for dim in order if sizes[dim] != 1]
+    return None if significant == sorted(significant) else tuple(order)
 
 
 def _identifier(name: str) -> str:

@@ -57,7 +57,8 @@ def read_batch(
     names = _positional_names(model, len(args))
     tensors: dict[str, Tensor] = {}
     parts: list[Structure] = []
-    for name, value in zip([*names, *kwargs, "target"], [*args, *kwargs.values(), target], strict=True):
+    own_name = "loss_target" if "target" in (*names, *kwargs) else "target"
+    for name, value in zip([*names, *kwargs, own_name], [*args, *kwargs.values(), target], strict=True):
         found, structure = flatten(value, name)
         if clash := found.keys() & tensors.keys():
             raise CompileError(f"two inputs are called {', '.join(clash)}", ways_out=("rename the model's argument",))

@@ -31,15 +31,20 @@ ROWS = sympy.Symbol("rows", integer=True, positive=True)
 
 @dataclass(frozen=True)
 class ValueType:
-    """Shape, element type and device of a tensor; shapes may contain the symbol ROWS."""
+    """Shape, element type and device of a tensor; shapes may contain the symbol ROWS.
+
+    order: its dimensions from the outermost in memory to the innermost, where that is not their own order; () where elements
+    overlap or leave gaps; None for plain row-major memory.
+    """
 
     shape: tuple[Integer, ...]
     dtype: torch.dtype
     device: str = "cpu"
+    order: tuple[int, ...] | None = None
 
     def at(self, rows: int) -> ValueType:
         """The type for a microbatch of `rows` rows: all sizes are plain integers."""
-        return ValueType(tuple(evaluate(size, rows) for size in self.shape), self.dtype, self.device)
+        return ValueType(tuple(evaluate(size, rows) for size in self.shape), self.dtype, self.device, self.order)
 
     def elements(self) -> Integer:
         """Number of elements, an expression in ROWS."""
@@ -158,6 +163,7 @@ class Stage:
     forward: Function
     backward: Function | None
     gradients: tuple[str, ...]
+    gradient_types: tuple[ValueType, ...]
     written: tuple[str, ...]
     batch: dict[str, str]
     types: dict[str, ValueType]
@@ -211,7 +217,7 @@ class Program:
     Placeholders are the batch's tensors and `loss_weights`; the output is a dict from rank to that rank's results:
     {"loss": value, "gradients": {stage: tuple}, "reduced": {parameter: value}, "outputs": [leaf: [microbatch: value]]}.
     root: holds the stage functions that `call_module` nodes name.   gradient_names, buffer_names: per stage, of its tuple of
-    gradients and of its tuple of buffers.
+    gradients and of its tuple of buffers.   gradient_types: by parameter.
     """
 
     graph: fx.Graph
@@ -219,6 +225,7 @@ class Program:
     ranks: int
     schedule: Schedule
     gradient_names: dict[int, tuple[str, ...]]
+    gradient_types: dict[str, ValueType]
     buffer_names: dict[int, tuple[str, ...]]
 
 

@@ -40,7 +40,8 @@ class Origins:
     """The forward nodes of a trace by what they are made of. Placeholders and constants are in neither set.
 
     batch_values: of model inputs, rows, constants and buffers that nothing writes; no parameter, nothing random.
-    weight_values: of at least one parameter and of such buffers and constants; nothing of the batch, nothing random.
+    weight_values: of parameters, buffers that nothing writes, constants; nothing of the batch, nothing random.
+    parameter_values: those of the weight_values that are made of a parameter and are not just views of it.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -48,11 +49,12 @@ class Origins:
         roots: dict[fx.Node, str] = {}
         self.batch_values: set[fx.Node] = set()
         self.weight_values: set[fx.Node] = set()
+        self.parameter_values: set[fx.Node] = set()
         for node in trace.graph.nodes:
             if node.op == "placeholder":
                 meaning = trace.inputs[node.name]
                 is_written = meaning.kind == "buffer" and trace.canonical[meaning.name] in written
-                kinds = {"parameter": "w", "buffer": "x" if is_written else "", "batch": "b", "rows": "", "loss_weight": "x"}
+                kinds = {"parameter": "w", "buffer": "x" if is_written else "u", "batch": "b", "rows": "", "loss_weight": "x"}
                 roots[node] = kinds[meaning.kind]
             elif node.op == "get_attr":
                 roots[node] = ""
@@ -63,8 +65,18 @@ class Origins:
         made_of = set("".join(roots[i] for i in node.all_input_nodes))
         if is_random(node) or is_backward(node) or "x" in made_of or {"w", "b"} <= made_of:
             return "x"
-        if "w" in made_of:
+        if "w" in made_of or made_of == {"u"}:
             self.weight_values.add(node)
+            if "w" in made_of and not (is_view(node) and not any(i in self.parameter_values for i in node.all_input_nodes)):
+                self.parameter_values.add(node)
         else:
             self.batch_values.add(node)
         return "".join(made_of)
+
+
+def readers_of(parameter: fx.Node) -> list[fx.Node]:
+    """The operations that read a parameter, through views of it."""
+    found: list[fx.Node] = []
+    for user in parameter.users:
+        found += readers_of(user) if is_view(user) else [user]
+    return found
