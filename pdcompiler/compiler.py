@@ -40,7 +40,6 @@ from pdcompiler.passes.ranks.reuse_memory import reuse_memory
 from pdcompiler.passes.stages.assign_stages import assign_stages
 from pdcompiler.passes.stages.cut_stages import cut_stages
 from pdcompiler.passes.stages.localize_cheap_values import localize_cheap_values
-from pdcompiler.passes.stages.order_boundaries import order_boundaries
 from pdcompiler.passes.stages.split_shared_gradients import split_shared_gradients
 from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
@@ -87,7 +86,6 @@ def stage_trace(request: Request, trace: Trace, partition: Partition, rows: int)
         bind(assign_stages, partition=partition),
         split_shared_gradients,
         bind(localize_cheap_values, machine=request.machine, rows=rows),
-        order_boundaries,
     ]
     staged = cut_stages(run_passes(trace, passes, verify_trace, request.watch), partition)
     verify_staged(staged)

@@ -18,11 +18,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.ir import ROWS, Function, Stage, Staged, Trace, ValueType, is_backward, stage_of, type_of, where
 from pdcompiler.core.partition import Partition
+from pdcompiler.core.values import is_view
 
 
 def cut_stages(trace: Trace, partition: Partition) -> Staged:
@@ -95,6 +97,11 @@ class _Cutter:
                 f"a value whose shape depends on data would cross stages: {type}", where=where(source),
                 ways_out=("begin the stages elsewhere, so that it stays within one",),
             )
+        if any(addresses := [n for n in _views_of(source) if n.target is torch.ops.aten.as_strided.default]):
+            raise CompileError(
+                "an operation addresses the memory of a value that would cross stages (as_strided)", where=where(addresses[0]),
+                ways_out=("begin the stages elsewhere",),
+            )
         self._part(source).gives[source] = None
         to.takes[source] = None
 
@@ -162,6 +169,12 @@ class _Cutter:
                 for n in self.trace.graph.nodes if n in read and self._kind(n) == kind
             )
         )
+
+
+def _views_of(node: fx.Node) -> list[fx.Node]:
+    """The views, at any remove, of a value."""
+    views = [user for user in node.users if is_view(user)]
+    return views + [view for direct in views for view in _views_of(direct)]
 
 
 class _Builder:

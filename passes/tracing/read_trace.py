@@ -6,6 +6,7 @@
     %mul_20 = mul(sym_size_int, 4)                    mul = rows * 4
     %addmm_1 = addmm(...)  meta: torch's              mlp_0_addmm = addmm(...)  meta: ours (core/ir.py), in words
     %detach_1 = detach(addmm_1)                       gone: without autograd it is the identity
+    %view = view(x, [...])                            reshape(x, [...]), for any memory layout
 
 Nodes are named after the module that made them (`d_` before those of the backward), what nobody reads is dropped, and what a
 user must know is found: gradients that a custom Function injects whatever the loss, marks of torch.utils.checkpoint.
@@ -25,6 +26,9 @@ from pdcompiler.core.errors import CompileError
 from pdcompiler.core.ir import RESERVED, ROWS, Captured, Input, ModuleCall, Output, Trace, ValueType, is_backward, type_of, where
 
 aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default)
+"""Recorded for memory layouts that may be others at run time: received values are row-major, and fake kernels err about
+strides (native_batch_norm's does). A reshape means the same and takes any layout."""
 IDENTITIES = (aten.detach.default, aten.alias.default)
 ARITHMETIC = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv, Mod: operator.mod}
 
@@ -101,7 +105,8 @@ class _Reader:
         operation = str(node.target).split(".")[-2] if "." in str(node.target) else getattr(node.target, "__name__", "value")
         name = _identifier(f"{'d_' if backward else ''}{path}_{operation}")
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.copies[n])
-        copy = self.graph.create_node(node.op, node.target, args, kwargs, name=name)
+        target = aten.reshape.default if node.target in VIEWS else node.target
+        copy = self.graph.create_node(node.op, target, args, kwargs, name=name)
         copy.meta.update(
             module=ModuleCall(path, int(custom.get("call", 0))), source=custom.get("source"), backward=backward,
             seq_nr=node.meta.get("seq_nr"), type=type, checkpoint=bool(custom.get("checkpoint", False)),
@@ -130,7 +135,7 @@ class _Reader:
         """A fake value as ValueType (tensors), tuple (of types) or sympy expression (integers), in the symbol ROWS."""
         if isinstance(value, Tensor):
             shape = tuple(self._type(size) for size in value.shape)
-            return ValueType(shape, value.dtype, str(value.device), _memory_order(value))
+            return ValueType(shape, value.dtype, str(value.device))
         if isinstance(value, (tuple, list)):
             return tuple(self._type(item) for item in value)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -139,19 +144,6 @@ class _Reader:
                 expression = expression.subs(self.captured.symbol, ROWS)
             return int(expression) if expression.is_Integer else expression
         return value
-
-
-def _memory_order(value: Tensor) -> tuple[int, ...] | None:
-    """See ValueType.order; sizes and strides that depend on the rows count by their example values."""
-    sizes, strides = ([n if isinstance(n, int) else n.node.hint for n in numbers] for numbers in (value.shape, value.stride()))
-    order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
-    expected = 1
-    for dim in reversed(order):
-        if sizes[dim] != 1 and strides[dim] != expected:
-            return ()
-        expected *= sizes[dim]
-    significant = [dim for dim in order if sizes[dim] != 1]
-    return None if significant == sorted(significant) else tuple(order)
 
 
 def _identifier(name: str) -> str:

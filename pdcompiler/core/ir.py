@@ -31,20 +31,15 @@ ROWS = sympy.Symbol("rows", integer=True, positive=True)
 
 @dataclass(frozen=True)
 class ValueType:
-    """Shape, element type and device of a tensor; shapes may contain the symbol ROWS.
-
-    order: its dimensions from the outermost in memory to the innermost, where that is not their own order; () where elements
-    overlap or leave gaps; None for plain row-major memory.
-    """
+    """Shape, element type and device of a tensor; shapes may contain the symbol ROWS."""
 
     shape: tuple[Integer, ...]
     dtype: torch.dtype
     device: str = "cpu"
-    order: tuple[int, ...] | None = None
 
     def at(self, rows: int) -> ValueType:
         """The type for a microbatch of `rows` rows: all sizes are plain integers."""
-        return ValueType(tuple(evaluate(size, rows) for size in self.shape), self.dtype, self.device, self.order)
+        return ValueType(tuple(evaluate(size, rows) for size in self.shape), self.dtype, self.device)
 
     def elements(self) -> Integer:
         """Number of elements, an expression in ROWS."""
