@@ -12,7 +12,9 @@ Random models and whole random cases for property tests come from `pdcompiler.st
 
 import copy
 import dataclasses
+import difflib
 import inspect
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ from pdcompiler.comparison import assert_close_by_tensor as assert_close_by_tens
 from pdcompiler.comparison import assert_same as assert_same
 from pdcompiler.comparison import assert_same_parts, detached, leaves, map_structure
 from pdcompiler.comparison import largest_difference as largest_difference
+from pdcompiler.core.printer import show
 from pdcompiler.random_model import Batch as Batch
 from pdcompiler.random_model import ModelSpec as ModelSpec
 from pdcompiler.random_model import RandomModel as RandomModel
@@ -184,6 +187,14 @@ def assert_transparent(
             whole = _replica(model, model.training)(*detached(args), **detached(kwargs))
         assert_same(result.outputs, join_outputs(expected.outputs, whole, sizes), tolerance, "outputs")
     _assert_same_model(pipe, model, expected, tolerance)
+
+
+def assert_shows(level: Any, text: str) -> None:
+    """A level (Trace, Stage, Program, RankProgram, fx.Graph) prints as this text, whatever the text's indentation."""
+    actual, expected = show(level), textwrap.dedent(text).strip()
+    if actual != expected:
+        lines = difflib.unified_diff(expected.splitlines(), actual.splitlines(), "expected", "actual", lineterm="", n=2)
+        raise AssertionError("\n".join(["the text differs", *lines, "", "actual:", actual]))
 
 
 def _assert_same_model(pipe: Any, model: nn.Module, expected: Observed, tolerance: float) -> None:

@@ -64,7 +64,7 @@ class _Lowering:
         self.weights: dict[int, fx.Node] = {}
         self.buffers: dict[int, fx.Node] = {}
         self.cut: dict[tuple[int, str, int], fx.Node] = {}
-        self.gradients = {stage: _Total(self, f"gradients_{stage}") for stage in self.rank_of}
+        self.gradients = {stage: _Total(self, f"stage{stage}_gradients") for stage in self.rank_of}
         self.loss = _Total(self, "loss")
         for node in self.graph.nodes:
             describe(node, rank=0)

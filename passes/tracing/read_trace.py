@@ -103,7 +103,7 @@ class _Reader:
         path = str(custom.get("module", "")).removeprefix("model").removeprefix(".")
         backward = node.meta.get("partitioner_tag") == "is_backward"
         operation = str(node.target).split(".")[-2] if "." in str(node.target) else getattr(node.target, "__name__", "value")
-        name = _identifier(f"{'d_' if backward else ''}{path}_{operation}")
+        name = ("d_" if backward else "") + _identifier(f"{path}_{operation.strip('_')}")
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.copies[n])
         target = aten.reshape.default if node.target in VIEWS else node.target
         copy = self.graph.create_node(node.op, target, args, kwargs, name=name)

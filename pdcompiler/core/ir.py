@@ -14,48 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import sympy
-import torch
 from torch import fx, nn
 
 from pdcompiler.core.cost import Cost
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.structure import Structure
-
-Integer: TypeAlias = int | sympy.Expr
-ROWS = sympy.Symbol("rows", integer=True, positive=True)
-"""The number of rows of a microbatch: the one symbol in our shapes."""
-
-
-@dataclass(frozen=True)
-class ValueType:
-    """Shape, element type and device of a tensor; shapes may contain the symbol ROWS."""
-
-    shape: tuple[Integer, ...]
-    dtype: torch.dtype
-    device: str = "cpu"
-
-    def at(self, rows: int) -> ValueType:
-        """The type for a microbatch of `rows` rows: all sizes are plain integers."""
-        return ValueType(tuple(evaluate(size, rows) for size in self.shape), self.dtype, self.device)
-
-    def elements(self) -> Integer:
-        """Number of elements, an expression in ROWS."""
-        return sympy.Mul(*self.shape) if self.shape else sympy.Integer(1)
-
-    def nbytes(self) -> Integer:
-        """Size in bytes, an expression in ROWS."""
-        return self.elements() * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
-
-
-def evaluate(size: Integer, rows: int) -> int:
-    """An integer expression at a number of rows."""
-    return size if isinstance(size, int) else int(size.subs(ROWS, rows))
+from pdcompiler.core.value_type import ROWS as ROWS
+from pdcompiler.core.value_type import Integer as Integer
+from pdcompiler.core.value_type import ValueType as ValueType
+from pdcompiler.core.value_type import evaluate as evaluate
 
 
 @dataclass(frozen=True)
@@ -85,6 +55,15 @@ class Output:
     name: str
 
 
+class Readable:
+    """Prints as `core/printer.py` says."""
+
+    def __str__(self) -> str:
+        from pdcompiler.core.printer import show  # late: the printer reads the levels below
+
+        return show(self)  # type: ignore[arg-type]
+
+
 @dataclass
 class Captured:
     """A joint graph as torch gives it, with the meaning of its placeholders and outputs (None: nobody needs it).
@@ -104,7 +83,7 @@ class Captured:
 
 
 @dataclass
-class Trace:
+class Trace(Readable):
     """Loss, outputs, all gradients and buffer updates of one microbatch, as one graph.
 
     graph: placeholders carry their `Input` in `inputs`; the output node's argument is a tuple as long as `outputs`.
@@ -144,7 +123,7 @@ class Function:
 
 
 @dataclass
-class Stage:
+class Stage(Readable):
     """A consecutive part of the model, for one trace: what it holds and what it computes.
 
     parameters, buffers: canonical names, the order of the `weights` and `buffers` tuples.   gradients: parameters in the
@@ -165,7 +144,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Staged:
+class Staged(Readable):
     """A trace cut into stages. loss, outputs: the names of the values that are the loss (None: there is none) and the leaves
     of the model's outputs.   result, output_dims: as in the Trace."""
 
@@ -206,7 +185,7 @@ RESERVED = ("weights", "buffers", "saved", "rows", "loss_weight", "loss_weights"
 
 
 @dataclass
-class Program:
+class Program(Readable):
     """The step of all ranks as one graph. Every node has a rank; nodes stand in one global order.
 
     Placeholders are the batch's tensors and `loss_weights`; the output is a dict from rank to that rank's results:
@@ -225,7 +204,7 @@ class Program:
 
 
 @dataclass
-class RankProgram:
+class RankProgram(Readable):
     """What one rank runs: the projection of the Program onto it, with messages in place of transfers."""
 
     rank: int
