@@ -193,8 +193,9 @@ class Pipeline:
     def _run(self, compiled: Compiled, batch: Batch, weights: Sequence[float]) -> dict[int, Any]:
         staged = compiled.step.microbatches[0].staged
         types = [stage.types[staged.loss] for stage in staged.stages if staged.loss in stage.types]
-        inputs: dict[str, Any] = {_identifier(name): tensor.detach() for name, tensor in batch.tensors.items()}
-        inputs["loss_weights"] = torch.tensor(weights, dtype=types[0].dtype if types else None, device=self.device)
+        loss_weights = torch.tensor(weights, dtype=types[0].dtype if types else None, device=self.device)
+        names = [str(node.target) for node in compiled.program.graph.nodes if node.op == "placeholder"]
+        inputs = dict(zip(names, [*(tensor.detach() for tensor in batch.tensors.values()), loss_weights], strict=True))
         if self.backend is None:
             return dict(enumerate(reference.run_ranks(compiled.ranks, inputs, self._memory(compiled.program))))
         rank = self.backend.rank
@@ -273,9 +274,5 @@ def restrict(schedule: Schedule, step: Step, gradients: bool) -> Schedule:
     count = len(step.microbatches)
     drop = [a for a in schedule if a.microbatch >= count or (a.phase == "B" and not (gradients and step.microbatches[a.microbatch].counts))]
     return schedule.without(drop)
-
-
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name).strip("_")
 
 

@@ -74,7 +74,9 @@ def plain_step(
     rows = sum(rows_of_microbatches)
     shares = [size / rows for size in rows_of_microbatches] if weights is None else list(weights)
     dims = _dims_by_name(model, batch_dims)
-    batch: dict[str, Any] = {**_by_name(model, args, kwargs), "target": target}
+    inputs = _by_name(model, args, kwargs)
+    own = "loss_target" if "target" in inputs else "target"  # the model may have a target of its own
+    batch: dict[str, Any] = {**inputs, own: target}
     total: Tensor | None = None
     outputs = []
     start = 0
@@ -83,7 +85,7 @@ def plain_step(
         start += size
         given = replica(*list(part.values())[: len(args)], **{name: part[name] for name in kwargs})
         if share != 0:
-            loss = share * loss_of(given, part["target"], loss_fn)
+            loss = share * loss_of(given, part[own], loss_fn)
             if loss.requires_grad:  # not so where every parameter is frozen
                 loss.backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()

@@ -16,7 +16,7 @@ microbatch before it gave. Not here: messages, reductions over holders of a tied
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,8 @@ from torch import fx, nn
 
 from pdcompiler.core import ops
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.ir import Function, Program, Stage, Step, ValueType, describe, eliminate_dead_code
+from pdcompiler.core.ir import RESERVED, Function, Program, Stage, Step, ValueType, describe, eliminate_dead_code
+from pdcompiler.core.names import identifier
 from pdcompiler.core.schedule import Action, Schedule
 
 
@@ -59,8 +60,8 @@ class _Lowering:
         self.graph = fx.Graph()
         self.root = nn.Module()
         self.values: dict[tuple[str, int], fx.Node] = {}
-        self.inputs = {name: self.graph.placeholder(_identifier(name)) for name in step.dims}
-        self.loss_weights = self.graph.placeholder("loss_weights")
+        self.inputs = {name: self._placeholder(identifier(name, {*RESERVED, *ops.VOCABULARY})) for name in step.dims}
+        self.loss_weights = self._placeholder("loss_weights")
         self.weights: dict[int, fx.Node] = {}
         self.buffers: dict[int, fx.Node] = {}
         self.cut: dict[tuple[int, str, int], fx.Node] = {}
@@ -68,6 +69,12 @@ class _Lowering:
         self.loss = _Total(self, "loss")
         for node in self.graph.nodes:
             describe(node, rank=0)
+
+    def _placeholder(self, name: str) -> fx.Node:
+        """An input; what fx made of its name to keep names apart is the name of the argument too."""
+        node = self.graph.placeholder(name)
+        node.target = node.name
+        return node
 
     def action(self, rank: int, action: Action) -> None:
         """Call one function of one stage for one microbatch, and name what it gives."""
@@ -124,7 +131,7 @@ class _Lowering:
         if key not in self.cut:
             plan = self.step.microbatches[m]
             where = {"start": plan.start, "stop": plan.stop, "dim": dim}
-            self.cut[key] = self._call(ops.microbatch, (self.inputs[tensor],), where, f"{_identifier(tensor)}_{m}", note)
+            self.cut[key] = self._call(ops.microbatch, (self.inputs[tensor],), where, f"{identifier(tensor)}_{m}", note)
         return self.cut[key]
 
     def _module(self, function: Function, stage: int, m: int, phase: str) -> str:
@@ -223,7 +230,3 @@ class _Total:
                 type = self.node.meta["type"]
                 self.node = self.lowering._call(ops.accumulate, (self.node, value), {}, self.name, note)
                 self.node.meta["type"] = type
-
-
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name).strip("_")

@@ -24,6 +24,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.ir import RESERVED, ROWS, Captured, Input, ModuleCall, Output, Trace, ValueType, is_backward, type_of, where
+from pdcompiler.core.names import identifier
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -77,9 +78,8 @@ class _Reader:
         return [output for output, _ in found], [node for _, node in found]
 
     def _placeholder(self, meaning: Input, type: Any) -> fx.Node:
-        name = _identifier(meaning.name)
-        clashes = name in RESERVED and meaning.kind in ("parameter", "buffer", "batch")
-        node = self.graph.placeholder(f"{name}_" if clashes else name)
+        name = identifier(meaning.name, RESERVED if meaning.kind in ("parameter", "buffer", "batch") else ())
+        node = self.graph.placeholder(name)
         node.meta.update(type=type, backward=meaning.kind == "loss_weight")
         self.inputs[node.name] = meaning
         return node
@@ -103,7 +103,7 @@ class _Reader:
         path = str(custom.get("module", "")).removeprefix("model").removeprefix(".")
         backward = node.meta.get("partitioner_tag") == "is_backward"
         operation = str(node.target).split(".")[-2] if "." in str(node.target) else getattr(node.target, "__name__", "value")
-        name = ("d_" if backward else "") + _identifier(f"{path}_{operation.strip('_')}")
+        name = ("d_" if backward else "") + identifier(f"{path}_{operation.strip('_')}")
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.copies[n])
         target = aten.reshape.default if node.target in VIEWS else node.target
         copy = self.graph.create_node(node.op, target, args, kwargs, name=name)
@@ -144,10 +144,6 @@ class _Reader:
                 expression = expression.subs(self.captured.symbol, ROWS)
             return int(expression) if expression.is_Integer else expression
         return value
-
-
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name).strip("_")
 
 
 def _row_dim(node: fx.Node) -> int | None:

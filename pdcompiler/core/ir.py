@@ -188,7 +188,7 @@ RESERVED = ("weights", "buffers", "saved", "rows", "loss_weight", "loss_weights"
 class Program(Readable):
     """The step of all ranks as one graph. Every node has a rank; nodes stand in one global order.
 
-    Placeholders are the batch's tensors and `loss_weights`; the output is a dict from rank to that rank's results:
+    Placeholders are the batch's tensors, in its order, and `loss_weights`; the output is a dict from rank to that rank's results:
     {"loss": value, "gradients": {stage: tuple}, "reduced": {parameter: value}, "outputs": [leaf: [microbatch: value]]}.
     root: holds the stage functions that `call_module` nodes name.   gradient_names, buffer_names: per stage, of its tuple of
     gradients and of its tuple of buffers.   gradient_types: by parameter.
