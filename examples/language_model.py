@@ -18,7 +18,6 @@ from rich.syntax import Syntax
 from rich.table import Table
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.utils import logging
 
 import pdcompiler
 
@@ -32,10 +31,12 @@ def gpt2() -> GPT2LMHeadModel:
     """Bytes are the vocabulary; the embedding is also the head."""
     config = GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=128, n_layer=6, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        use_cache=False, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+        use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # transformers finds it by the class's name, and warns about GPT-2's
+    return model
 
 
 def read_text() -> Tensor:
@@ -102,7 +103,6 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) 
 def main() -> None:
     """Compile, show, train, and say how it went."""
     torch.set_num_threads(1)
-    logging.set_verbosity_error()
     model, text = gpt2(), read_text()
     plain = copy.deepcopy(model)
     example = batch_of(text, 0)
