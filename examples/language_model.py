@@ -105,9 +105,8 @@ def main() -> None:
     torch.set_num_threads(1)
     model, text = gpt2(), read_text()
     plain = copy.deepcopy(model)
-    example = batch_of(text, 0)
-    start = time.perf_counter()
-    pipe = pdcompiler.compile(model, RANKS, example_kwargs={"input_ids": example, "labels": example}, microbatches=MICROBATCHES)
+    ids, start = batch_of(text, 0), time.perf_counter()
+    pipe = pdcompiler.compile(model, RANKS, example_kwargs={"input_ids": ids, "labels": ids}, microbatches=MICROBATCHES)
     seconds = time.perf_counter() - start
     console.print(f"GPT-2, {plain.num_parameters():,} parameters, compiled for {RANKS} ranks in {seconds:.1f} s\n")
     show(pipe)
