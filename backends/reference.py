@@ -167,8 +167,8 @@ class _Rank:
             channel = str(node.kwargs["channel"])
             return len(self.channels[channel]) > self.asked[channel]
         if node.target is ops.finish_recv:
-            channel, number = self.values[node.args[0]]  # type: ignore[index]
-            return len(self.channels[channel]) > number
+            ticket: tuple[str, int] = self.values[node.args[0]]  # type: ignore[index]
+            return len(self.channels[ticket[0]]) > ticket[1]
         if node.target is ops.all_reduce:
             ranks = node.kwargs["ranks"]
             waiting = self.reductions[ranks, self.reduced[ranks]]

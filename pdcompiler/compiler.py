@@ -39,6 +39,7 @@ from pdcompiler.passes.ranks.overlap_transfers import overlap_transfers
 from pdcompiler.passes.ranks.reuse_memory import reuse_memory
 from pdcompiler.passes.stages.assign_stages import assign_stages
 from pdcompiler.passes.stages.cut_stages import cut_stages
+from pdcompiler.passes.stages.keep_layouts import keep_layouts
 from pdcompiler.passes.stages.localize_cheap_values import localize_cheap_values
 from pdcompiler.passes.stages.split_shared_gradients import split_shared_gradients
 from pdcompiler.passes.tracing.annotate_costs import annotate_costs
@@ -73,10 +74,8 @@ def choose_partition(request: Request, trace: Trace, rows: int) -> Partition:
     if isinstance(request.partition, Partition):
         return request.partition
     problem = make_problem(trace, request.machine, rows)
-    if request.partition is None:
-        cuts = search_cuts(problem, request.world_size)
-    else:
-        cuts = cuts_at_modules(problem, request.partition)
+    given = request.partition
+    cuts = search_cuts(problem, request.world_size) if given is None else cuts_at_modules(problem, given)
     return make_partition(trace, problem, cuts, rows, fingerprint(request.model))
 
 
@@ -86,6 +85,7 @@ def stage_trace(request: Request, trace: Trace, partition: Partition, rows: int)
         bind(assign_stages, partition=partition),
         split_shared_gradients,
         bind(localize_cheap_values, machine=request.machine, rows=rows),
+        keep_layouts,
     ]
     staged = cut_stages(run_passes(trace, passes, verify_trace, request.watch), partition)
     verify_staged(staged)
@@ -144,20 +144,20 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def read_partition(partition: Any, model: nn.Module, world_size: int) -> Partition | tuple[str, ...] | None:
+def read_partition(given: Any, model: nn.Module, world_size: int) -> Partition | tuple[str, ...] | None:
     """The user's `partition=`: a Partition, its JSON file, module paths at which stages begin, or None."""
-    if isinstance(partition, (str, Path)):
-        partition = Partition.load(partition)
-    if isinstance(partition, Partition):
+    if given is None:
+        return None
+    partition: Partition | tuple[str, ...]
+    if isinstance(given, (str, Path, Partition)):
+        partition = given if isinstance(given, Partition) else Partition.load(given)
         if partition.model and partition.model != fingerprint(model):
             raise CompileError("the partition is for another model: its parameters' names or shapes differ")
         count = len(partition.stages)
-    elif isinstance(partition, Sequence):
-        partition, count = tuple(partition), len(partition) + 1
-    elif partition is None:
-        return None
+    elif isinstance(given, Sequence):
+        partition, count = tuple(given), len(given) + 1
     else:
-        raise CompileError(f"partition is a {type(partition).__name__}", ways_out=("a Partition, a JSON file, or module paths",))
+        raise CompileError(f"partition is a {type(given).__name__}", ways_out=("a Partition, a JSON file, or module paths",))
     if count != world_size:
         raise CompileError(f"the partition has {count} stages, world_size is {world_size}")
     return partition

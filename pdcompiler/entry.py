@@ -71,9 +71,8 @@ def compile(
     schedule = _schedule(schedule, world_size, microbatches)
     held_on = _device(model, device)
     on_cuda = (held_on or next(iter(model.parameters()), torch.empty(0)).device).type == "cuda"
-    request = Request(
-        model, world_size, loss_fn, machine or Machine(), read_partition(partition, model, world_size), not on_cuda, held_on, watch
-    )
+    given = read_partition(partition, model, world_size)
+    request = Request(model, world_size, loss_fn, machine or Machine(), given, not on_cuda, held_on, watch)
     options = Options(schedule, schedule.microbatches, loss_weight, batch_dims, timeout, init)
     pipe = Pipeline(request, options, None if running is None else running[0])
     if example_args or example_kwargs:
@@ -96,7 +95,8 @@ def _schedule(schedule: str | Schedule, world_size: int, microbatches: int | Non
         if microbatches not in (None, schedule.microbatches):
             raise CompileError(f"the schedule is for {schedule.microbatches} microbatches, microbatches is {microbatches}")
         if len(schedule.ranks) != world_size or schedule.stages != world_size:
-            raise CompileError(f"the schedule is for {len(schedule.ranks)} ranks and {schedule.stages} stages, world_size is {world_size}")
+            has = f"{len(schedule.ranks)} ranks and {schedule.stages} stages"
+            raise CompileError(f"the schedule is for {has}, world_size is {world_size}")
         return schedule
     if schedule not in SCHEDULES:
         raise CompileError(f"there is no schedule {schedule!r}", ways_out=(f"one of {sorted(SCHEDULES)}", "a Schedule"))

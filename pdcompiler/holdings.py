@@ -80,7 +80,8 @@ class Holdings:
             for name in sorted(wanted & state.keys()) if state[name].shape != held[first[name]].shape
         ]
         if wrong or (strict and (missing or unexpected)):
-            lines = [f"{kind}: {names}" for kind, names in (("missing", missing), ("unexpected", unexpected), ("shapes", wrong)) if names]
+            found = {"missing": missing, "unexpected": unexpected, "shapes": wrong}
+            lines = [f"{kind}: {names}" for kind, names in found.items() if names]
             raise CompileError("the state is for another model\n  " + "\n  ".join(lines))
         with torch.no_grad():
             for name in wanted & state.keys():

@@ -141,7 +141,8 @@ class Pipeline:
             Microbatch(start, stop, self.traces.staged(batch, stop - start, gradients), counts=weight != 0)
             for (start, stop), weight in zip(spans, weights, strict=True)
         )
-        key = (tuple((m.start, m.stop, id(m.staged), m.counts) for m in microbatches), tuple(batch.dims.items()), outputs, gradients)
+        parts = tuple((m.start, m.stop, id(m.staged), m.counts) for m in microbatches)
+        key = (parts, tuple(batch.dims.items()), outputs, gradients)
         if key not in self.compiled:
             self.compiled[key] = self._programs(Step(microbatches, batch.dims, outputs), gradients)
         self.latest = self.compiled[key]
@@ -158,15 +159,14 @@ class Pipeline:
         if self.rank is not None:
             self._join(programs)
         memory = self._memory(program)
-        modules = tuple(
-            generate(p, self.backend.meaning(reference.PURE, memory) if self.backend and p.rank == self.rank else None) for p in programs
-        )
+        own = self.backend.meaning(reference.PURE, memory) if self.backend else None
+        modules = tuple(generate(p, own if p.rank == self.rank else None) for p in programs)
         return Compiled(step, program, programs, modules, window)
 
     def _holders(self) -> dict[str, tuple[int, ...]]:
         rank_of = self.schedule.rank_of_stage()
-        ranks = {name: tuple(dict.fromkeys(rank_of[s] for s in stages)) for name, stages in self.partition.owners().items() if len(stages) > 1}
-        return {name: tuple(sorted(found)) for name, found in ranks.items()}
+        owners = self.partition.owners()
+        return {name: tuple(sorted({rank_of[s] for s in stages})) for name, stages in owners.items() if len(stages) > 1}
 
     def _join(self, programs: Sequence[RankProgram]) -> None:
         """Make this process's end of the messages, at the first program that is compiled."""
@@ -174,9 +174,9 @@ class Pipeline:
         channels = sorted({str(node.kwargs["channel"]) for node in nodes if "channel" in node.kwargs})
         reductions = sorted({node.kwargs["ranks"] for node in nodes if "ranks" in node.kwargs})
         if self.backend is None:
-            self.backend = Distributed(self.device, channels, reductions, self.options.timeout)  # type: ignore[arg-type]
+            self.backend = Distributed(self.device, channels, reductions, self.options.timeout)
         else:
-            self.backend.join(channels, reductions)  # type: ignore[arg-type]
+            self.backend.join(channels, reductions)
 
     @property
     def device(self) -> torch.device:
@@ -214,7 +214,7 @@ class Pipeline:
             torch.autograd.backward([self.holdings.parameters[name] for name in found], list(found.values()))
 
     def _result(self, compiled: Compiled, results: Mapping[int, Any], weights: Sequence[float]) -> StepResult:
-        result = next(reversed(results.values()))
+        result = results[max(results)]
         staged = compiled.step.microbatches[0].staged
         outputs = None
         if "outputs" in result:
@@ -272,7 +272,7 @@ class Pipeline:
 def restrict(schedule: Schedule, step: Step, gradients: bool) -> Schedule:
     """The schedule for the microbatches that there are; forward only for those that do not count, or without gradients."""
     count = len(step.microbatches)
-    drop = [a for a in schedule if a.microbatch >= count or (a.phase == "B" and not (gradients and step.microbatches[a.microbatch].counts))]
-    return schedule.without(drop)
+    backward = [gradients and microbatch.counts for microbatch in step.microbatches]
+    return schedule.without(a for a in schedule if a.microbatch >= count or (a.phase == "B" and not backward[a.microbatch]))
 
 

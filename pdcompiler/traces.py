@@ -4,8 +4,8 @@
     training, one row           a graph of its own: sizes of 1 broadcast
     evaluation, 4 x 32 tokens   another
 
-Signature: shapes apart from the rows, dtypes, plain values, each module's mode, trainable parameters, autocast, default dtype. The
-first trace fixes the partition; every trace is staged by it, so parameters never move. Not here: programs.
+Signature: shapes apart from the rows, dtypes, plain values, each module's mode, trainable parameters, autocast, default dtype.
+The first trace fixes the partition; every trace is staged by it, so parameters never move. Not here: programs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Traces:
         return next(staged for trace, staged in known if trace.admits(rows))
 
     def _trace(self, known: list[tuple[Trace, Staged]], batch: Batch, rows: int, gradients: bool) -> None:
-        """A symbolic trace at a number of rows that no other dimension has; where it does not admit `rows`, one for just these."""
+        """A symbolic trace at a number of rows that no other dimension has; where it does not admit `rows`, one for these."""
         model = self.request.model
         hint = unused_size(model, batch, max(rows, 2))
         try:

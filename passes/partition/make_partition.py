@@ -30,9 +30,8 @@ def cuts_at_modules(problem: Problem, paths: Sequence[str]) -> list[int]:
         place = next((i for i, node in enumerate(problem.nodes) if path in _prefixes(module_of(node).path)), None)
         if place is None:
             close = difflib.get_close_matches(path, sorted(known), 3)
-            raise CompileError(
-                f"no module {path!r} runs in this model", ways_out=(f"one of {close}",) if close else ("model.named_modules()",)
-            )
+            way_out = f"one of {close}" if close else "a path of model.named_modules()"
+            raise CompileError(f"no module {path!r} runs in this model", ways_out=(way_out,))
         if not problem.legal[place]:
             reason = "the model begins there" if place == 0 else (
                 "that would part a buffer's update, a value of data-dependent shape, or the uses of one parameter in one module call"

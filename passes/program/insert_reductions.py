@@ -34,7 +34,7 @@ def insert_reductions(program: Program, holders: dict[str, tuple[int, ...]]) -> 
                 rank: result | ({"reduced": {**result.get("reduced", {}), name: sums.get(rank, first)}} if rank in ranks else {})
                 for rank, result in results.items()
             }
-    output.args = (results,)
+    output.args = (results,)  # type: ignore[assignment]
     return program
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from pdcompiler.core import ops
-from pdcompiler.core.ir import Program, describe, name_of, rank_of
+from pdcompiler.core.ir import Program, describe, name_of, nodes_in, rank_of, replaced
 
 
 def insert_transfers(program: Program) -> Program:
@@ -28,7 +28,8 @@ def insert_transfers(program: Program) -> Program:
     results: dict[int, Any] = dict(output.args[0])  # type: ignore[arg-type]
     wanted: dict[fx.Node, set[int]] = defaultdict(set)
     for rank, result in results.items():
-        fx.node.map_arg(result, lambda n, rank=rank: wanted[n].add(rank) or n)
+        for node in nodes_in(result):
+            wanted[node].add(rank)
     for node in list(graph.nodes):
         if node.op in ("placeholder", "output") or node.target is ops.all_reduce:
             continue
@@ -36,8 +37,8 @@ def insert_transfers(program: Program) -> Program:
         for rank in sorted((readers | wanted[node]) - {rank_of(node)}):
             copy = _transfer(graph, node, rank, before=_after_call(node) if rank in readers else output)
             node.replace_all_uses_with(copy, lambda user, rank=rank, copy=copy: _reads(user, rank, copy))
-            results[rank] = fx.node.map_arg(results[rank], lambda n, node=node, copy=copy: copy if n is node else n)
-    output.args = (results,)
+            results[rank] = replaced(results[rank], {node: copy})
+    output.args = (results,)  # type: ignore[assignment]
     return program
 
 

@@ -84,7 +84,7 @@ class _Lowering:
         if function is None:
             self._accumulate(part, None, rank, m)
             return
-        note = {"rank": rank, "stage": stage, "microbatch": m, "phase": action.phase}
+        note: dict[str, Any] = {"rank": rank, "stage": stage, "microbatch": m, "phase": action.phase}
         arguments = tuple(self._take(name, part, note) for name in function.takes)
         call = self.graph.create_node("call_module", self._module(function, stage, m, action.phase), arguments)
         describe(call, **note)
@@ -111,7 +111,8 @@ class _Lowering:
     def _buffers_of(self, stage: int, m: int, note: dict[str, Any]) -> fx.Node:
         """The newest values for a forward; for a backward, those that the forward of its microbatch saw."""
         if stage not in self.buffers:
-            self.buffers[stage] = self._call(ops.buffers, (), {"stage": stage, "rank": note["rank"]}, f"stage{stage}_buffers", note)
+            where = {"stage": stage, "rank": note["rank"]}
+            self.buffers[stage] = self._call(ops.buffers, (), where, f"stage{stage}_buffers", note)
         if note["phase"] == "F":
             self.values[f"buffers@{stage}", m] = self.buffers[stage]
         return self.values.get((f"buffers@{stage}", m), self.buffers[stage])
@@ -178,9 +179,10 @@ class _Lowering:
         for stage, node in self.buffers.items():
             if node.target is not ops.buffers:
                 note = {"rank": self.rank_of[stage], "stage": stage, "microbatch": None, "phase": ""}
-                self._call(ops.write_buffers, (node,), {"stage": stage, "rank": self.rank_of[stage]}, "write_buffers", note)
+                where = {"stage": stage, "rank": self.rank_of[stage]}
+                self._call(ops.write_buffers, (node,), where, "write_buffers", note)
         results = {rank: self._results(rank) for rank in range(len(self.schedule.ranks))}
-        describe(self.graph.output(results), rank=0)
+        describe(self.graph.output(results), rank=0)  # type: ignore[arg-type]
         eliminate_dead_code(self.graph)
         return Program(
             self.graph, self.root, len(self.schedule.ranks), self.schedule,

@@ -51,7 +51,7 @@ def _is_small(transfer: fx.Node, machine: Machine) -> bool:
 
 
 def _merge(graph: fx.Graph, transfers: list[fx.Node]) -> None:
-    values = [transfer.args[0] for transfer in transfers]
+    values: list[Any] = [transfer.args[0] for transfer in transfers]
     types = [type_of(transfer) for transfer in transfers]
     note = {key: transfers[0].meta[key] for key in ("stage", "microbatch", "phase")}
     size = sum(evaluate(type.nbytes(), 1) for type in types)
@@ -59,7 +59,7 @@ def _merge(graph: fx.Graph, transfers: list[fx.Node]) -> None:
     last = max(values, key=list(graph.nodes).index)
     with graph.inserting_after(last):
         packed = graph.call_function(ops.pack, (tuple(values),))
-    describe(packed, rank=rank_of(values[0]), type=bytes_, **note)  # type: ignore[arg-type]
+    describe(packed, rank=rank_of(values[0]), type=bytes_, **note)
     with graph.inserting_after(packed):
         message = graph.call_function(ops.transfer, (packed,), {"to": rank_of(transfers[0])})
     describe(message, rank=rank_of(transfers[0]), type=bytes_, **note)

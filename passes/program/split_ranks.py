@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx, nn
 
 from pdcompiler.core import ops
-from pdcompiler.core.ir import Program, RankProgram, ValueType, describe, eliminate_dead_code, name_of, rank_of, type_of
+from pdcompiler.core.ir import Program, RankProgram, ValueType, describe, eliminate_dead_code, name_of, rank_of, replaced, type_of
 
 
 def split_ranks(program: Program) -> tuple[RankProgram, ...]:
@@ -36,7 +36,7 @@ class _Projection:
             if node.op == "placeholder":
                 self._keep(node)
             elif node.op == "output":
-                describe(self.graph.output(_map(node.args[0][self.rank], self.copies)), rank=self.rank)
+                describe(self.graph.output(replaced(node.args[0][self.rank], self.copies)), rank=self.rank)
             elif node.target is ops.transfer:
                 self._transfer(node)
             elif node.target is ops.all_reduce:
@@ -54,7 +54,7 @@ class _Projection:
         return RankProgram(self.rank, self.graph, root)
 
     def _keep(self, node: fx.Node) -> None:
-        args, kwargs = _map(node.args, self.copies), _map(node.kwargs, self.copies)
+        args, kwargs = replaced(node.args, self.copies), replaced(node.kwargs, self.copies)
         name = name_of(node) if node.op == "call_function" else str(node.target)
         if node.op == "call_module" and node.meta["microbatch"] is not None:
             name = f"{name}_{node.meta['microbatch']}"
@@ -90,14 +90,3 @@ class _Projection:
         copy.meta = dict(node.meta)
         self.copies[node] = copy
         return copy
-
-
-def _map(argument: Any, copies: dict[fx.Node, Any]) -> Any:
-    """Like fx's map_arg, for dicts with any keys."""
-    if isinstance(argument, fx.Node):
-        return copies[argument]
-    if isinstance(argument, dict):
-        return {key: _map(item, copies) for key, item in argument.items()}
-    if isinstance(argument, (tuple, list)):
-        return type(argument)(_map(item, copies) for item in argument)
-    return argument

@@ -59,11 +59,8 @@ class _Forward:
         return lowest if call is None else max(call, lowest)
 
     def _owner(self, node: fx.Node, owners: set[int], call: int | None, lowest: int) -> int:
-        if call in owners:
-            wanted = call
-        else:
-            wanted = min((stage for stage in owners if stage >= lowest), default=max(owners))
-        assert wanted is not None
+        possible = [stage for stage in owners if stage >= lowest]
+        wanted = call if call is not None and call in owners else min(possible, default=max(owners))
         if wanted < lowest and not is_view(node):
             raise CompileError(
                 f"the partition puts a parameter on stage {wanted}, but it is read with a value of stage {lowest}",

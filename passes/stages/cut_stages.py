@@ -109,6 +109,9 @@ class _Cutter:
         last = len(self.forward) - 1
         if kind in ("loss", "output"):
             part = self._part(node) if node.op == "call_function" else self.forward[last]
+            if self._kind(node) == "parameter":
+                owners = self.partition.owners()[self.trace.canonical[self.trace.inputs[node.name].name]]
+                part = self.forward[owners[0]]
             if self._kind(node) == "batch":
                 part.takes[node] = None
             part.gives[node] = None
@@ -152,7 +155,10 @@ class _Cutter:
         batch = {node.name: self.trace.inputs[node.name].name for node in taken}
         gradient_types = tuple(type_of(nodes[0]) for nodes in self.gradients[index].values())
         types = {node.name: type_of(node) for part in parts for node in (*part.gives, *part.takes)}
-        return Stage(index, parameters, buffers, forward, backward, tuple(self.gradients[index]), gradient_types, tuple(self.written[index]), batch, types)
+        return Stage(
+            index, parameters, buffers, forward, backward, tuple(self.gradients[index]), gradient_types,
+            tuple(self.written[index]), batch, types,
+        )
 
     def _backward(self, index: int, builder: _Builder) -> Function:
         gives: list[tuple[str, Any]] = [(node.name, node) for node in self.backward[index].gives]

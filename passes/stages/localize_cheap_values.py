@@ -34,17 +34,11 @@ def localize_cheap_values(trace: Trace, machine: Machine, rows: int) -> Trace:
     localizer = _Localizer(trace, machine, rows)
     for node in list(trace.graph.nodes):
         if node.op == "call_function" and not localizer.is_cheap(node):
-            node.args = fx.node.map_arg(node.args, lambda n, f=_function(node): localizer.near(n, f))
-            node.kwargs = fx.node.map_arg(node.kwargs, lambda n, f=_function(node): localizer.near(n, f))
-    output = trace.graph.output_node()
+            localizer.read_near(node, (stage_of(node), is_backward(node)))
     last = max((stage_of(n) for n in trace.graph.nodes if "stage" in n.meta), default=0)
-    output.args = fx.node.map_arg(output.args, lambda n: localizer.near(n, (last, False)))
+    localizer.read_near(trace.graph.output_node(), (last, False))
     trace.graph.eliminate_dead_code()
     return trace
-
-
-def _function(node: fx.Node) -> Function:
-    return stage_of(node), is_backward(node)
 
 
 class _Localizer:
@@ -71,6 +65,12 @@ class _Localizer:
 
     def is_cheap(self, node: fx.Node) -> bool:
         return node in self.weights or node in self.batch or node in self.integers
+
+    def read_near(self, reader: fx.Node, function: Function) -> None:
+        """Let a node of `function` read the copies there."""
+        for source in reader.all_input_nodes:
+            if (copy := self.near(source, function)) is not source:
+                reader.replace_input_with(source, copy)
 
     def near(self, node: fx.Node, function: Function) -> fx.Node:
         """`node` itself, or its copy in `function`. A copy stands right before the original, so the order stays right."""

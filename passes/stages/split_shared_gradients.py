@@ -41,7 +41,8 @@ def _summands(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     """The parts whose sum is `node`; a view or cast of a sum is the sum of the views or casts."""
     if node.op != "call_function" or not is_backward(node):
         return [node]
-    if node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args):
+    plain = len(node.args) == 2 and not node.kwargs and all(isinstance(argument, fx.Node) for argument in node.args)
+    if node.target is aten.add.Tensor and plain:
         return [part for argument in node.all_input_nodes for part in _summands(graph, argument)]
     if not (is_view(node) or node.target in LINEAR) or len(node.all_input_nodes) != 1:
         return [node]

@@ -64,7 +64,7 @@ def _convolution(node: fx.Node) -> Any:
 def _convolution_backward(node: fx.Node) -> Any:
     """The gradients of input and of weight cost a forward each."""
     grad, weight = type_of(node.args[0]), type_of(node.args[2])  # type: ignore[arg-type]
-    wanted = sum(bool(flag) for flag in node.args[-1][:2])  # type: ignore[index, arg-type, union-attr]
+    wanted = sum(bool(flag) for flag in node.args[-1][:2])  # type: ignore[index, union-attr]
     return 2 * grad.elements() * sympy.Mul(*weight.shape[1:]) * wanted
 
 

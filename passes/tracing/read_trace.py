@@ -20,7 +20,6 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._sympy.functions import FloorDiv, Mod
 
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.ir import RESERVED, ROWS, Captured, Input, ModuleCall, Output, Trace, ValueType, is_backward, type_of, where
@@ -31,7 +30,8 @@ VIEWS = (aten.view.default, aten._unsafe_view.default)
 """Recorded for memory layouts that may be others at run time: received values are row-major, and fake kernels err about
 strides (native_batch_norm's does). A reshape means the same and takes any layout."""
 IDENTITIES = (aten.detach.default, aten.alias.default)
-ARITHMETIC = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv, Mod: operator.mod}
+ARITHMETIC = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "Mod": operator.mod}
+ARITHMETIC["PythonMod"] = operator.mod
 
 
 def read_trace(captured: Captured) -> Trace:
@@ -73,7 +73,7 @@ class _Reader:
             if node.op in ("call_function", "get_attr"):
                 self.copies[node] = self._copy(node)
         leaves = self.captured.module.graph.output_node().args[0]
-        found = [(o, self.copies[n]) for o, n in zip(self.captured.outputs, leaves, strict=True)  # type: ignore[arg-type, index]
+        found = [(o, self.copies[n]) for o, n in zip(self.captured.outputs, leaves, strict=True)  # type: ignore[arg-type]
                  if o is not None and n is not None]
         return [output for output, _ in found], [node for _, node in found]
 
@@ -86,7 +86,7 @@ class _Reader:
 
     def _copy(self, node: fx.Node) -> Any:
         if node.target in IDENTITIES:
-            return self.copies[node.args[0]]  # type: ignore[index]
+            return self.copies[node.all_input_nodes[0]]
         type = self._type(node.meta.get("val"))
         if isinstance(type, (int, float, bool)):
             return type
@@ -109,7 +109,8 @@ class _Reader:
         copy = self.graph.create_node(node.op, target, args, kwargs, name=name)
         copy.meta.update(
             module=ModuleCall(path, int(custom.get("call", 0))), source=custom.get("source"), backward=backward,
-            seq_nr=node.meta.get("seq_nr"), type=type, checkpoint=bool(custom.get("checkpoint", False)),
+            seq_nr=node.meta.get("seq_nr"), type=type, order=_order(node.meta.get("val")),
+            checkpoint=bool(custom.get("checkpoint", False)),
         )
         return copy
 
@@ -118,7 +119,7 @@ class _Reader:
         if expression.is_Integer:
             return int(expression)
         if expression not in self.integers:
-            operation = next((op for kind, op in ARITHMETIC.items() if isinstance(expression, kind)), None)
+            operation = ARITHMETIC.get(type(expression).__name__)
             parts = [self._integer(part) for part in expression.args]
             if isinstance(expression, sympy.Pow) and expression.exp.is_Integer and expression.exp > 0:
                 operation = operator.pow
@@ -138,12 +139,24 @@ class _Reader:
             return ValueType(shape, value.dtype, str(value.device))
         if isinstance(value, (tuple, list)):
             return tuple(self._type(item) for item in value)
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if hasattr(value, "node"):  # SymInt, SymFloat, SymBool
             expression = value.node.expr
             if self.captured.symbol is not None:
                 expression = expression.subs(self.captured.symbol, ROWS)
             return int(expression) if expression.is_Integer else expression
         return value
+
+
+def _order(value: Any) -> tuple[int, ...] | None:
+    """The dimensions of a tensor from the largest stride to the smallest (0: of an expanded one), see `ir.order_of`."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return None
+    sizes, strides = ([n.node.hint if isinstance(n, torch.SymInt) else n for n in numbers] for numbers in (value.shape, value.stride()))
+    if None in sizes or None in strides:  # the shape depends on data: such a value does not cross stages
+        return None
+    single = [dim for dim, size in enumerate(sizes) if size == 1]
+    others = sorted((dim for dim in range(len(sizes)) if dim not in single), key=lambda dim: -(strides[dim] or float("inf")))
+    return None if others == sorted(others) else (*single, *others)
 
 
 def _row_dim(node: fx.Node) -> int | None:
@@ -154,7 +167,8 @@ def _row_dim(node: fx.Node) -> int | None:
 
 
 def _warnings(captured: Captured, graph: fx.Graph) -> tuple[str, ...]:
-    found = [f"the output {name} is of a type that can't leave the pipeline; it is None in the outputs" for name in captured.left_out]
+    left_out = captured.left_out
+    found = [f"the output {name} is of a type that can't leave the pipeline; it is None in the outputs" for name in left_out]
     injected = next(iter(_injected_gradients(graph)), None)
     if injected is not None:
         found.append(

@@ -24,7 +24,7 @@ import torch.compiler
 from torch import Tensor, fx, nn
 from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from pdcompiler.core.batch import Batch
@@ -32,6 +32,7 @@ from pdcompiler.core.errors import CompileError
 from pdcompiler.core.ir import Captured, Input, Output
 from pdcompiler.core.loss import LossFunction, Whole
 from pdcompiler.core.provenance import OURS, TORCH, provenance
+
 
 def capture_joint(
     model: nn.Module,
@@ -73,13 +74,14 @@ def _fake_input(mode: FakeTensorMode, name: str, tensor: Tensor, dim: int | None
     sizes = [rows if i == dim else size for i, size in enumerate(tensor.shape)]
     example = torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
     dynamic = [DimDynamic.DUCK if symbolic and i == dim else DimDynamic.STATIC for i in range(tensor.dim())]
-    context = StatelessSymbolicContext(dynamic_sizes=dynamic)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
     return mode.from_tensor(example, symbolic_context=context, source=ConstantSource(name))
 
 
 def _row_symbol(inputs: list[Tensor], batch: Batch) -> sympy.Symbol | None:
     for tensor, dim in zip(inputs, batch.dims.values(), strict=True):
-        if dim is not None and isinstance(size := tensor.shape[dim], torch.SymInt):
+        size: Any = None if dim is None else tensor.shape[dim]
+        if isinstance(size, torch.SymInt):
             return size.node.expr if isinstance(size.node.expr, sympy.Symbol) else None
     return None
 
@@ -105,7 +107,7 @@ def untouched(root: nn.Module) -> Iterator[None]:
     """Whatever runs inside, the attributes of every module and all random state are as before afterwards."""
     kept = [(module, dict(module.__dict__)) for module in root.modules()]
     held = [(box, box.copy()) for _, attributes in kept for box in attributes.values() if isinstance(box, (dict, list, set))]
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
         yield

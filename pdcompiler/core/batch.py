@@ -37,7 +37,7 @@ class Batch:
     def signature(self) -> tuple[Any, ...]:
         """What of the batch a trace depends on, apart from the number of rows."""
         sizes = tuple(
-            (name, tuple(size for dim, size in enumerate(t.shape) if dim != self.dims[name]), self.dims[name], t.dtype, t.device.type)
+            (name, self.dims[name], tuple(s for dim, s in enumerate(t.shape) if dim != self.dims[name]), t.dtype, t.device.type)
             for name, t in self.tensors.items()
         )
         return (_frozen(self.structure), sizes)
@@ -94,15 +94,15 @@ def find_rows(tensors: Mapping[str, Tensor], batch_dims: BatchDims) -> tuple[dic
         raise CompileError("the batch has no rows")
     dims: dict[str, int | None] = {}
     for name, tensor in tensors.items():
-        dim = said[name]
-        if isinstance(dim, str):
+        choice = said[name]
+        if choice == "auto":
             dims[name] = 0 if tensor.dim() and tensor.shape[0] == rows else None
         else:
-            dims[name] = dim if dim is None else dim % tensor.dim()
+            dims[name] = choice % tensor.dim() if isinstance(choice, int) else None
     return dims, rows
 
 
-def _said(name: str, batch_dims: BatchDims) -> int | None | str:
+def _said(name: str, batch_dims: BatchDims) -> int | str | None:
     return next((dim for key, dim in batch_dims.items() if _covers(key, name)), "auto")
 
 

@@ -6,7 +6,7 @@ next; `verify.py` says what each level may contain. The Partition stands in `par
 Keys of `node.meta` that this project writes, all of them read and written through the functions below:
   "module" (path, call number) of the module call that made the node;   "source" the user's "file:line"
   "backward" whether it belongs to the backward pass;   "seq_nr" torch's number of the forward op that caused it
-  "type" ValueType, tuple of them, or a sympy expression for integers;   "cost" Cost
+  "type" ValueType, tuple of them, or a sympy expression for integers;   "cost" Cost;   "order" of dimensions in memory
   "stage", "rank", "microbatch", "phase" in programs.
 """
 
@@ -253,6 +253,11 @@ def type_of(node: fx.Node) -> Any:
     return node.meta.get("type")
 
 
+def order_of(node: fx.Node) -> tuple[int, ...] | None:
+    """The dimensions of a trace's tensor from the largest stride to the smallest; None where that is their own order."""
+    return node.meta.get("order")
+
+
 def cost_of(node: fx.Node) -> Cost:
     """What running a node costs."""
     cost = node.meta.get("cost", Cost())
@@ -275,6 +280,24 @@ def describe(node: fx.Node, *, rank: int, stage: int | None = None, microbatch: 
 def name_of(node: fx.Node) -> str:
     """The name that a program's node was given, without the number that keeps names apart in the global program."""
     return str(node.meta.get("name", node.name))
+
+
+def replaced(argument: Any, copies: Mapping[fx.Node, Any]) -> Any:
+    """An argument, nested as it may be, with nodes replaced by their copies; dicts may have any keys."""
+    if isinstance(argument, fx.Node):
+        return copies.get(argument, argument)
+    if isinstance(argument, Mapping):
+        return {key: replaced(item, copies) for key, item in argument.items()}
+    if isinstance(argument, (tuple, list)):
+        return type(argument)(replaced(item, copies) for item in argument)
+    return argument
+
+
+def nodes_in(argument: Any) -> list[fx.Node]:
+    """The nodes in an argument, nested as it may be."""
+    found: list[fx.Node] = []
+    fx.node.map_arg(argument, lambda node: found.append(node) or node)  # type: ignore[func-returns-value]
+    return found
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:

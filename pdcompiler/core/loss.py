@@ -77,7 +77,8 @@ class Whole(nn.Module):
             )
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise CompileError(
-                "the loss does not depend on any trainable parameter", ways_out=("check for detach, no_grad and frozen parameters",)
+                "the loss does not depend on any trainable parameter",
+                ways_out=("check for detach, no_grad and frozen parameters",),
             )
         return loss.reshape(()) if loss.dim() else loss
 
@@ -88,10 +89,7 @@ def find_loss(outputs: Any, target: Any, loss_fn: LossFunction | None) -> Tensor
         return None if target is None and not torch.is_grad_enabled() else loss_fn(outputs, target)
     if isinstance(outputs, Tensor):
         return outputs if outputs.dim() == 0 else None
-    if isinstance(outputs, Mapping):
-        loss = outputs.get("loss")
-    else:
-        loss = getattr(outputs, "loss", None)
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     return loss if isinstance(loss, Tensor) else None
 
 

@@ -44,7 +44,7 @@ def _effect(function: F) -> F:
 
 
 def _meaningless(name: str) -> NoReturn:
-    raise RuntimeError(f"{name} has no meaning by itself: run the program through a backend (pipe.step, or backends/reference.py)")
+    raise RuntimeError(f"{name} has no meaning by itself: run the program through a backend (pipe.step, backends/reference.py)")
 
 
 @_word

@@ -123,8 +123,8 @@ class Partition:
             for i, s in enumerate(self.stages)
         ]
         widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)]
-        return "\n".join(lines)
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows))
+        return "\n".join(line.rstrip() for line in lines)
 
 
 def parse_call(text: str) -> ModuleCall:

@@ -134,7 +134,7 @@ class Schedule:
         for stage in range(self.stages):
             for microbatch in range(self.microbatches):
                 for phase in ("F", "B"):
-                    if Action(phase, stage, microbatch) not in seen:  # type: ignore[arg-type]
+                    if Action(phase, stage, microbatch) not in seen:
                         raise CompileError(f"the schedule lacks {phase}{microbatch} on stage {stage}")
         self.order()
         return self

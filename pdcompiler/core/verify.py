@@ -111,7 +111,8 @@ def verify_ranks(ranks: Sequence[RankProgram]) -> None:
     for program in ranks:
         program.graph.lint()
     _check_pairs(ranks)
-    walking = [_Rank(program, [n for n in program.graph.nodes if n.target in EFFECTS or n.target is ops.all_reduce]) for program in ranks]
+    waits = (*EFFECTS, ops.all_reduce)
+    walking = [_Rank(program, [n for n in program.graph.nodes if n.target in waits]) for program in ranks]
     sent: dict[str, int] = defaultdict(int)
     posted: dict[str, int] = defaultdict(int)
     numbers = _numbers(ranks)
@@ -175,7 +176,8 @@ def _all_at(node: fx.Node, walking: list[_Rank]) -> bool:
 
 
 def _pass_together(node: fx.Node, walking: list[_Rank]) -> None:
-    for r in node.kwargs["ranks"]:  # type: ignore[union-attr]
+    ranks: Any = node.kwargs["ranks"]
+    for r in ranks:
         walking[r].at += 1
 
 
