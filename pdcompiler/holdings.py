@@ -28,6 +28,8 @@ class Holdings:
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self.unfilled: set[str] = set()
+        self.elsewhere: set[str] = set()
+        """Buffers that a stage of another process writes: what is here may be old, and is given to nobody."""
         self.persistent = set(model.state_dict())
 
     def hold(self, partition: Partition, stages: Iterable[int]) -> None:
@@ -44,6 +46,8 @@ class Holdings:
     def _held(self, name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
+        if (known := self.parameters.get(name, self.buffers.get(name))) is not None:
+            return known
         memory = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
         held = nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
         if self.init is None:
@@ -66,15 +70,20 @@ class Holdings:
     def state_dict(self) -> dict[str, Tensor]:
         """What is held, under every name that the model's own state_dict has for it."""
         first = self._first_names()
-        held: dict[str, Tensor] = {**self.parameters, **self.buffers}
+        held = {**self.parameters, **self.newest_buffers()}
         return {name: held[first[name]].detach() for name in self.model.state_dict() if first.get(name) in held}
+
+    def newest_buffers(self) -> dict[str, Tensor]:
+        """The buffers whose values here are the newest there are."""
+        return {name: buffer for name, buffer in self.buffers.items() if name not in self.elsewhere}
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Copy values in by name. Raises CompileError, before anything is changed, for missing or unexpected names or shapes."""
         first = self._first_names()
         held: dict[str, Tensor] = {**self.parameters, **self.buffers}
         wanted = {name for name in self.persistent if first.get(name) in held}
-        missing, unexpected = sorted(wanted - state.keys()), sorted(state.keys() - self.persistent)
+        missing = sorted(name for name in wanted - state.keys() if first[name] not in self.elsewhere)
+        unexpected = sorted(state.keys() - self.persistent)
         wrong = [
             f"{name}: {list(state[name].shape)} for {list(held[first[name]].shape)}"
             for name in sorted(wanted & state.keys()) if state[name].shape != held[first[name]].shape

@@ -112,14 +112,14 @@ class Pipeline:
         results = self._run(compiled, batch, weights)
         for rank, result in results.items():
             self._add_gradients(rank, compiled, result)
-        return self._result(compiled, results, weights)
+        return self._result(compiled, results, batch, weights, gradients=True)
 
     def eval_step(self, *args: Any, target: Any = None, outputs: str = "all", **kwargs: Any) -> StepResult:
         """The model in evaluation mode, without gradients, on a batch of any size; the modules' modes stay as they are."""
         batch = self._read(args, kwargs, target)
         weights = loss_weights(batch, batch.spans(self.options.microbatches), self.options.loss_weight)
         compiled = self._compile(batch, weights, outputs, gradients=False)
-        return self._result(compiled, self._run(compiled, batch, weights), weights)
+        return self._result(compiled, self._run(compiled, batch, weights), batch, weights, gradients=False)
 
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
         """Compile for a batch without running anything: the training step, and where there is no target for its loss, none."""
@@ -153,6 +153,8 @@ class Pipeline:
         mine = ranks if self.rank is None else [self.rank]
         rank_of = self.schedule.rank_of_stage()
         self.holdings.hold(self.partition, [stage for stage, rank in rank_of.items() if rank in mine])
+        stages = step.microbatches[0].staged.stages
+        self.holdings.elsewhere.update(name for stage in stages if rank_of[stage.index] not in mine for name in stage.written)
         program = compile_program(self.request, step, restrict(self.schedule, step, gradients), self._holders())
         programs = compile_ranks(self.request, program)
         window = receive_window(program)
@@ -213,12 +215,16 @@ class Pipeline:
         if found:
             torch.autograd.backward([self.holdings.parameters[name] for name in found], list(found.values()))
 
-    def _result(self, compiled: Compiled, results: Mapping[int, Any], weights: Sequence[float]) -> StepResult:
+    def _result(
+        self, compiled: Compiled, results: Mapping[int, Any], batch: Batch, weights: Sequence[float], *, gradients: bool
+    ) -> StepResult:
         result = results[max(results)]
         staged = compiled.step.microbatches[0].staged
         outputs = None
         if "outputs" in result:
-            outputs = staged.result.rebuild(join_outputs(result["outputs"], staged.output_dims, weights))
+            one = len(compiled.step.microbatches) == 1
+            dims = (None,) * len(staged.outputs) if one else self.traces.output_dims(batch, gradients)
+            outputs = staged.result.rebuild(join_outputs(result["outputs"], dims, weights))
         loss = result.get("loss")
         return StepResult(None if loss is None else loss.detach().clone(), outputs)
 
@@ -234,9 +240,9 @@ class Pipeline:
         return iter(self.holdings.parameters.items())
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """This process's buffers with the model's own names."""
+        """This process's buffers with the model's own names, without those that a stage elsewhere writes."""
         _ = self.partition
-        return iter(self.holdings.buffers.items())
+        return iter(self.holdings.newest_buffers().items())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of a module."""

@@ -193,6 +193,7 @@ def assert_transparent(
 
 def assert_shows(level: Any, text: str) -> None:
     """A level (Trace, Stage, Program, RankProgram, fx.Graph) prints as this text, whatever the text's indentation."""
+    __tracebackhide__ = True
     actual, expected = show(level), textwrap.dedent(text).strip()
     if actual != expected:
         lines = difflib.unified_diff(expected.splitlines(), actual.splitlines(), "expected", "actual", lineterm="", n=2)

@@ -32,46 +32,52 @@ class Traces:
         self.request = request
         self.partition: Partition | None = None
         self.made: dict[Any, list[tuple[Trace, Staged]]] = {}
+        self.dims: dict[Any, tuple[int | None, ...]] = {}
         self.told: set[str] = set()
 
     def staged(self, batch: Batch, rows: int, gradients: bool) -> Staged:
         """The stages' functions for microbatches of `rows` rows."""
-        key = (batch.signature(), gradients, _state(self.request.model, gradients))
-        known = self.made.setdefault(key, [])
+        known = self.made.setdefault(self._key(batch, gradients), [])
         for trace, staged in known:
             if trace.admits(rows):
                 return staged
-        with contextlib.nullcontext() if gradients else evaluation(self.request.model):
-            self._trace(known, batch, rows, gradients)
-        return next(staged for trace, staged in known if trace.admits(rows))
+        with self._mode(gradients):
+            general = self._general(batch, rows, gradients) if rows > 1 else None
+            if general is None or not general.admits(rows):
+                general = trace_model(self.request, batch, rows=rows, symbolic=False, gradients=gradients)
+        return self._add(known, general, rows)
 
-    def _trace(self, known: list[tuple[Trace, Staged]], batch: Batch, rows: int, gradients: bool) -> None:
-        """A symbolic trace at a number of rows that no other dimension has; where it does not admit `rows`, one for these."""
-        model = self.request.model
-        hint = unused_size(model, batch, max(rows, 2))
+    def output_dims(self, batch: Batch, gradients: bool) -> tuple[int | None, ...]:
+        """Per output leaf the dimension that carries the rows: where traces for different numbers of rows differ."""
+        key = self._key(batch, gradients)
+        if key not in self.dims:
+            traces = [trace for trace, _ in self.made[key]]
+            symbolic = next((trace for trace in traces if trace.rows is None), None)
+            with self._mode(gradients):
+                general = symbolic or self._general(batch, 2, gradients)
+            self.dims[key] = general.output_dims if general.rows is None else _differing_dims(general, traces[0])
+        return self.dims[key]
+
+    def _key(self, batch: Batch, gradients: bool) -> Any:
+        return batch.signature(), gradients, _state(self.request.model, gradients)
+
+    def _mode(self, gradients: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if gradients else evaluation(self.request.model)
+
+    def _general(self, batch: Batch, rows: int, gradients: bool) -> Trace:
+        """A trace for any number of rows, recorded at one that no other dimension has; for a model that takes one number of
+        rows only, a trace for `rows`."""
+        hint = unused_size(self.request.model, batch, max(rows, 2))
         try:
-            general = trace_model(self.request, batch, rows=hint, symbolic=True, gradients=gradients)
+            return trace_model(self.request, batch, rows=hint, symbolic=True, gradients=gradients)
         except CompileError as error:
-            general = self._fixed(batch, rows, gradients, error)
-        if not any(trace.admits(hint) for trace, _ in known) or general.admits(rows):
-            self._add(known, general, rows)
-        if not general.admits(rows):
-            exact = trace_model(self.request, batch, rows=rows, symbolic=False, gradients=gradients)
-            exact.output_dims = general.output_dims if general.rows is None else _differing_dims(general, exact)
-            self._add(known, exact, rows)
-
-    def _fixed(self, batch: Batch, rows: int, gradients: bool, error: CompileError) -> Trace:
-        """A model that only takes one number of rows. Where it does not take this one either, the first error counts."""
-        try:
-            fixed = trace_model(self.request, batch, rows=rows, symbolic=False, gradients=gradients)
-        except CompileError:
+            with contextlib.suppress(CompileError):
+                return trace_model(self.request, batch, rows=rows, symbolic=False, gradients=gradients)
             if ambiguous := _ambiguous(batch):
-                error.add_note(f"perhaps because of which inputs were split by rows; if so, say batch_dims for {ambiguous}")
-            raise error from error.__cause__
-        fixed.output_dims = tuple(0 if sizes and sizes[0] == rows else None for sizes in _output_shapes(fixed))
-        return fixed
+                error.add_note(f"perhaps the inputs are not split as they should be; then say batch_dims for {ambiguous}")
+            raise
 
-    def _add(self, known: list[tuple[Trace, Staged]], trace: Trace, rows: int) -> None:
+    def _add(self, known: list[tuple[Trace, Staged]], trace: Trace, rows: int) -> Staged:
         for warning in trace.warnings:
             if warning not in self.told:
                 self.told.add(warning)
@@ -79,6 +85,7 @@ class Traces:
         if self.partition is None:
             self.partition = choose_partition(self.request, trace, rows)
         known.append((trace, stage_trace(self.request, trace, self.partition, rows)))
+        return known[-1][1]
 
 
 def unused_size(model: nn.Module, batch: Batch, at_least: int) -> int:
@@ -113,7 +120,9 @@ def _output_shapes(trace: Trace) -> list[tuple[Any, ...]]:
 
 
 def _differing_dims(one: Trace, other: Trace) -> tuple[int | None, ...]:
-    """The dimension in which outputs of traces for different numbers of rows differ."""
+    """The dimension in which outputs of traces for different numbers of rows differ; dimension 0 where there is only one."""
+    if one.rows == other.rows:
+        return tuple(0 if shape and shape[0] == one.rows else None for shape in _output_shapes(one))
     dims: list[int | None] = []
     for a, b in zip(_output_shapes(one), _output_shapes(other), strict=True):
         found = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]

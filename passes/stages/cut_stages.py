@@ -34,7 +34,7 @@ def cut_stages(trace: Trace, partition: Partition) -> Staged:
     named = [(output.kind, node.name) for output, node in trace.output_nodes()]
     loss = next((name for kind, name in named if kind == "loss"), None)
     outputs = tuple(name for kind, name in named if kind == "output")
-    return Staged(stages, loss, outputs, trace.result, trace.output_dims)
+    return Staged(stages, loss, outputs, trace.result)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,16 +67,20 @@ def read_batch(
     positional = Structure("sequence", tuple, tuple(names), tuple(parts[: len(args)]))
     keyword = Structure("mapping", dict, tuple(kwargs), tuple(parts[len(args) : -1]))
     whole = Structure("sequence", tuple, ("args", "kwargs", "target"), (positional, keyword, parts[-1]))
-    dims, rows = find_rows(tensors, batch_dims or {})
+    dims, rows = find_rows(tensors, batch_dims or {}, {*inspect.signature(model.forward).parameters, own_name})
+    _check_target({name: tensors[name] for name in found}, tensors, dims, rows, batch_dims or {})
     return Batch(tensors, whole, dims, rows, target is not None)
 
 
-def find_rows(tensors: Mapping[str, Tensor], batch_dims: BatchDims) -> tuple[dict[str, int | None], int]:
-    """Per tensor the dimension that carries the rows, and how many there are."""
+def find_rows(
+    tensors: Mapping[str, Tensor], batch_dims: BatchDims, absent: Collection[str] = ()
+) -> tuple[dict[str, int | None], int]:
+    """Per tensor the dimension that carries the rows, and how many there are. absent: inputs that a call may leave out."""
     said = {name: _said(name, batch_dims) for name in tensors}
-    unused = {key for key in batch_dims if not any(_covers(key, name) for name in tensors)}
-    if unused:
-        raise CompileError(f"batch_dims names {sorted(unused)}, the inputs are {sorted(tensors)}")
+    known = [key for key in batch_dims if any(_covers(key, name) for name in tensors) or any(_covers(name, key) for name in absent)]
+    unknown = [key for key in batch_dims if key not in known]
+    if unknown:
+        raise CompileError(f"batch_dims names {unknown}, the inputs are {sorted(tensors)}")
     explicit = {name: dim for name, dim in said.items() if isinstance(dim, int)}
     for name, dim in explicit.items():
         if not -tensors[name].dim() <= dim < tensors[name].dim():
@@ -100,6 +104,21 @@ def find_rows(tensors: Mapping[str, Tensor], batch_dims: BatchDims) -> tuple[dic
         else:
             dims[name] = choice % tensor.dim() if isinstance(choice, int) else None
     return dims, rows
+
+
+def _check_target(
+    target: Mapping[str, Tensor], tensors: Mapping[str, Tensor], dims: Mapping[str, int | None], rows: int, batch_dims: BatchDims
+) -> None:
+    """A target none of which goes with the rows would meet every microbatch whole: most likely the rows were read wrongly."""
+    unsaid = [name for name, tensor in target.items() if tensor.dim() and _said(name, batch_dims) == "auto"]
+    if not unsaid or any(dims[name] is not None for name in target):
+        return
+    split = ", ".join(f"dimension {dim} of {name} {list(tensors[name].shape)}" for name, dim in dims.items() if dim is not None)
+    whole = ", ".join(f"{name} {list(target[name].shape)}" for name in unsaid)
+    raise CompileError(
+        f"no part of the target goes with the {rows} rows of the inputs: {whole}, but rows are {split}",
+        ways_out=("say where the rows are: batch_dims={name: dimension, or None where it is the same for all rows}",),
+    )
 
 
 def _said(name: str, batch_dims: BatchDims) -> int | str | None:

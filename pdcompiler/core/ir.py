@@ -146,13 +146,12 @@ class Stage(Readable):
 @dataclass(frozen=True)
 class Staged(Readable):
     """A trace cut into stages. loss, outputs: the names of the values that are the loss (None: there is none) and the leaves
-    of the model's outputs.   result, output_dims: as in the Trace."""
+    of the model's outputs.   result: as in the Trace."""
 
     stages: tuple[Stage, ...]
     loss: str | None
     outputs: tuple[str, ...]
     result: Structure
-    output_dims: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ Not here: what is done with it (`ir.py` reads it, `cut_stages` stages by it, err
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,22 +28,22 @@ from torch.overrides import TorchFunctionMode
 TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parents[1])
 CHECKPOINT = str(Path(TORCH) / "utils" / "checkpoint.py")
+ENTRY = str(Path(__file__).with_name("loss.py"))
+"""The file whose forward calls the user's model: below it there is nothing of the user's."""
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    return not file.startswith((TORCH, OURS, "<")) and file != contextlib.__file__
 
 
 def user_frame(frame: FrameType | None) -> tuple[str | None, bool]:
-    """The first line outside torch and this package, as "file:line", and whether a torch.utils.checkpoint lies inside it."""
-    checkpointed = False
-    while frame is not None:
-        name = frame.f_code.co_filename
-        checkpointed = checkpointed or name == CHECKPOINT
-        if not name.startswith((TORCH, OURS, "<")) and frame.f_globals.get("__name__") != "contextlib":
-            break
-        frame = frame.f_back
-    if frame is None:
-        return None, checkpointed
-    line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    while frame is not None and not checkpointed:
-        checkpointed = frame.f_code.co_filename == CHECKPOINT
+    """The innermost line of the user's code, as "file:line", and whether a torch.utils.checkpoint encloses it."""
+    line, checkpointed = None, False
+    while frame is not None and (file := frame.f_code.co_filename) != ENTRY:
+        if line is None and _is_users(file):
+            line = f"{file}:{frame.f_lineno}"
+        checkpointed = checkpointed or file == CHECKPOINT
         frame = frame.f_back
     return line, checkpointed
 
