@@ -77,8 +77,8 @@ def find_rows(
 ) -> tuple[dict[str, int | None], int]:
     """Per tensor the dimension that carries the rows, and how many there are. absent: inputs that a call may leave out."""
     said = {name: _said(name, batch_dims) for name in tensors}
-    known = [key for key in batch_dims if any(_covers(key, name) for name in tensors) or any(_covers(name, key) for name in absent)]
-    unknown = [key for key in batch_dims if key not in known]
+    unused = [key for key in batch_dims if not any(_covers(key, name) for name in tensors)]
+    unknown = [key for key in unused if not any(_covers(name, key) for name in absent)]
     if unknown:
         raise CompileError(f"batch_dims names {unknown}, the inputs are {sorted(tensors)}")
     explicit = {name: dim for name, dim in said.items() if isinstance(dim, int)}
