@@ -63,9 +63,11 @@ def _convolution(node: fx.Node) -> Any:
 
 def _convolution_backward(node: fx.Node) -> Any:
     """The gradients of input and of weight cost a forward each."""
-    grad, weight = type_of(node.args[0]), type_of(node.args[2])  # type: ignore[arg-type]
+    weight = type_of(node.args[2])  # type: ignore[arg-type]
+    transposed = node.args[7]
+    base = type_of(node.args[1] if transposed else node.args[0])  # type: ignore[arg-type]
     wanted = sum(bool(flag) for flag in node.args[-1][:2])  # type: ignore[index, union-attr]
-    return 2 * grad.elements() * sympy.Mul(*weight.shape[1:]) * wanted
+    return 2 * base.elements() * sympy.Mul(*weight.shape[1:]) * wanted
 
 
 def _attention(node: fx.Node) -> Any:
