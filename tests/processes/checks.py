@@ -1,0 +1,74 @@
+"""What the cases of several files check on each rank: a step of a pipeline against the plain loop, for what this rank holds."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pdcompiler
+from pdcompiler.pipeline import Pipeline
+from pdcompiler.testing import Observed, assert_close_by_tensor, assert_same, join_outputs, plain_step, rows_of, split_rows
+from tests.models import Example
+
+
+def compile_example(example: Example, **options: Any) -> Pipeline:
+    """The example compiled for the ranks that there are; 4 microbatches unless told otherwise."""
+    options = {"microbatches": 4, "loss_fn": example.loss_fn} | options
+    return pdcompiler.compile(example.model, dist.get_world_size(), **options)
+
+
+def check_step(pipe: Pipeline, example: Example, outputs: str = "all") -> Observed:
+    """One step from zero gradients: loss, outputs, this rank's gradients and buffers are those of the plain loop."""
+    rows = rows_of(example.model, example.args, example.kwargs)
+    sizes = split_rows(rows, pipe.schedule.microbatches)
+    expected = plain_step(
+        example.model, example.args, example.kwargs, target=example.target, loss_fn=example.loss_fn,
+        rows_of_microbatches=sizes, training=example.model.training,
+    )  # fmt: skip
+    whole = whole_outputs(example)
+    example.model.zero_grad(set_to_none=True)
+    result = pipe.step(*example.args, target=example.target, outputs=outputs, **example.kwargs)
+    assert result.loss is not None
+    assert_close_by_tensor(result.loss, expected.loss, example.tolerance, "loss")
+    if outputs == "all" or (outputs == "last" and dist.get_rank() == dist.get_world_size() - 1):
+        assert_same(result.outputs, join_outputs(expected.outputs, whole, sizes), example.tolerance, "outputs")
+    else:
+        assert result.outputs is None
+    check_gradients(pipe, expected, example.tolerance)
+    check_buffers(pipe, expected, example.tolerance)
+    return expected
+
+
+def whole_outputs(example: Example) -> Any:
+    """The model's outputs for the whole batch at once, in its own mode."""
+    with torch.no_grad():
+        return copy.deepcopy(example.model)(*example.args, **example.kwargs)
+
+
+def check_gradients(pipe: Pipeline, expected: Observed, tolerance: float) -> None:
+    """Of every parameter that this rank holds, and it holds those of its stage."""
+    names = pipe.partition.stages[dist.get_rank()].parameters
+    held = dict(pipe.named_parameters())
+    assert sorted(held) == sorted(names)
+    for name, parameter in held.items():
+        assert_close_by_tensor(parameter.grad, expected.gradients[name], tolerance, f"gradient of {name}")
+
+
+def check_buffers(pipe: Pipeline, expected: Observed, tolerance: float) -> None:
+    """Every buffer that this rank gives away as its own is the plain loop's; all ranks together give all of them."""
+    state = pipe.state_dict()
+    given = [name for name in expected.buffers if name in state]
+    for name in given:
+        assert_close_by_tensor(state[name], expected.buffers[name], tolerance, f"buffer {name}")
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, given)
+    persistent = [name for name in expected.buffers if name in pipe.request.model.state_dict()]
+    assert sorted(set().union(*everywhere)) == sorted(persistent)
+
+
+def held_bits(pipe: Pipeline, name: str) -> bytes | None:
+    """A parameter's memory on this rank, None where it is not held."""
+    parameter: nn.Parameter | None = dict(pipe.named_parameters()).get(name)
+    return None if parameter is None else parameter.detach().numpy().tobytes()

@@ -1,0 +1,56 @@
+"""Models of the zoo train on gloo as in the plain loop: loss, outputs, every gradient, every buffer; and evaluate."""
+
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from pdcompiler.testing import assert_same, plain_eval
+from tests.models import ZOO
+from tests.processes.checks import check_step, compile_example
+from tests.processes.pool import Pool
+
+pytestmark = pytest.mark.processes
+
+FULL = pytest.mark.full
+CASES = [
+    *[pytest.param(name, ranks, "1f1b") for name in ("gpt2", "bert", "t5", "llama", "resnet") for ranks in (2, 4)],
+    pytest.param("gpt2", 2, "gpipe"),
+    *[pytest.param(name, 3, "1f1b", marks=FULL) for name in ("gpt2", "bert", "t5", "llama", "resnet")],
+    *[pytest.param(name, ranks, "gpipe", marks=FULL) for name in ("bert", "t5", "llama", "resnet") for ranks in (2, 3, 4)],
+]
+
+
+def check_model(name: str, schedule: str) -> list[str]:
+    """Gives the names of the parameters that this rank holds."""
+    example = ZOO[name]()
+    pipe = compile_example(example, schedule=schedule)
+    check_step(pipe, example)
+    return [name for name, _ in pipe.named_parameters()]
+
+
+@pytest.mark.parametrize(("name", "ranks", "schedule"), CASES)
+def test_a_step_is_the_plain_loop(pool: Callable[[int], Pool], name: str, ranks: int, schedule: str) -> None:
+    held = pool(ranks).run(check_model, name, schedule)
+    assert {name for names in held for name in names} == {name for name, _ in ZOO[name]().model.named_parameters()}
+
+
+def check_evaluation(name: str) -> None:
+    """A model in training mode: its modes, and the buffers of BatchNorm, stay as they are."""
+    example = ZOO[name]()
+    before = {key: value.clone() for key, value in example.model.state_dict().items()}
+    pipe = compile_example(example)
+    for rows in (8, 3):
+        args, kwargs = [value[:rows] for value in example.args], {key: value[:rows] for key, value in example.kwargs.items()}
+        target = None if example.target is None else example.target[:rows]
+        outputs = pipe.eval_step(*args, target=target, **kwargs).outputs
+        assert_same(outputs, plain_eval(example.model, args, kwargs), max(example.tolerance, 1e-6), f"outputs of {rows} rows")
+    assert example.model.training
+    assert all(value.equal(before[key]) for key, value in pipe.state_dict().items())
+    last = pipe.eval_step(*example.args, target=example.target, outputs="last", **example.kwargs)
+    assert (last.outputs is not None) == (dist.get_rank() == dist.get_world_size() - 1)
+
+
+@pytest.mark.parametrize("name", ["resnet", "t5"])
+def test_an_evaluation_gives_every_rank_the_whole_batchs_outputs(pool: Callable[[int], Pool], name: str) -> None:
+    pool(2).run(check_evaluation, name)
