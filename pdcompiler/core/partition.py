@@ -48,14 +48,6 @@ class StagePlan:
     seconds: float = 0.0
     sent_bytes: int = 0
 
-    def modules(self) -> str:
-        """The outermost modules, first to last, for people."""
-        paths = [str(call) for call in self.calls if call.path]
-        outer = [path for path in paths if not any(path.startswith(other + ".") for other in paths)]
-        if not outer:
-            return "(operations of the model's own forward)"
-        return outer[0] if len(outer) == 1 else f"{outer[0]} ... {outer[-1]}"
-
 
 @dataclass(frozen=True)
 class Partition:
@@ -75,6 +67,16 @@ class Partition:
     def stage_of_call(self) -> dict[ModuleCall, int]:
         """The stage of each module call that lies wholly on one."""
         return {call: index for index, stage in enumerate(self.stages) for call in stage.calls}
+
+    def modules(self, index: int) -> str:
+        """The outermost modules of a stage, first to last, for people. (Only a part of one that other stages also run counts.)"""
+        others = [call.path for other, stage in enumerate(self.stages) if other != index for call in stage.calls]
+        parted = {path[:end] for path in others for end, character in enumerate(path) if character == "."}
+        calls = [call for call in self.stages[index].calls if call.path and call.path not in parted]
+        outer = [str(call) for call in calls if not any(call.path.startswith(other.path + ".") for other in calls)]
+        if not outer:
+            return "(operations of the model's own forward)"
+        return outer[0] if len(outer) == 1 else f"{outer[0]} ... {outer[-1]}"
 
     def to_json(self) -> str:
         """The inverse of `from_json`."""
@@ -112,14 +114,21 @@ class Partition:
 
     @staticmethod
     def load(path: str | Path) -> Partition:
-        """Read it from JSON."""
-        return Partition.from_json(Path(path).read_text())
+        """Read it from JSON. Raises CompileError where there is no such file, or where it is no partition."""
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise CompileError(
+                f"the partition's file {path} can't be read: {error.strerror}",
+                ways_out=("module paths at which stages begin are given as a list",),
+            ) from error
+        return Partition.from_json(text)
 
     def __str__(self) -> str:
         whole = sum(stage.seconds for stage in self.stages) or 1.0
         header = ("stage", "modules", "parameters", "share", "sends")
         rows = [
-            (str(i), s.modules(), f"{_amount(s.parameter_bytes)}B", f"{s.seconds / whole:.0%}", f"{_amount(s.sent_bytes)}B")
+            (str(i), self.modules(i), f"{_amount(s.parameter_bytes)}B", f"{s.seconds / whole:.0%}", f"{_amount(s.sent_bytes)}B")
             for i, s in enumerate(self.stages)
         ]
         widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
