@@ -57,7 +57,7 @@ def show(pipe: pdcompiler.Pipeline) -> None:
     whole = sum(stage.seconds for stage in pipe.partition.stages)
     table = Table("rank", "modules", "parameters", "estimated share", title="Partition", title_justify="left")
     for rank, stage in enumerate(pipe.partition.stages):
-        table.add_row(str(rank), stage.modules(), f"{stage.parameter_bytes // 4:,}", f"{stage.seconds / whole:.0%}")
+        table.add_row(str(rank), pipe.partition.modules(rank), f"{stage.parameter_bytes // 4:,}", f"{stage.seconds / whole:.0%}")
     console.print(table)
     console.print(f"\nThe program of rank {RANKS - 1}, {MICROBATCHES} microbatches in the order of {pipe.schedule.name}:")
     code = pipe.ranks[-1].code.strip()
