@@ -6,7 +6,9 @@ of their own, and `wait` makes the compute stream wait, not the host. Each send 
 `window` sends of a channel are open.
 
 A failure on one rank is written into the launcher's store and the group is left, so that every rank that waits for it is woken
-and raises the same root cause. Not here: what the words mean (`reference.py`), nor the order of anything.
+and raises the same root cause. A rank that dies without a word is named by the first that misses it. Leaving closes connections
+only once nothing holds an open message, so the failed step's frames are emptied first. A group made here is left when the
+process ends. Not here: what the words mean (`reference.py`), nor the order of anything.
 
 Checked on gloo by the tests; the NCCL paths have been read, and their order of issue is checked by a recording backend, but no
 GPU machine has run them yet.
@@ -14,12 +16,14 @@ GPU machine has run them yet.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import linecache
 import os
 import re
 import time
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -30,7 +34,7 @@ from torch import Tensor, fx
 
 from pdcompiler.core import ops
 from pdcompiler.core.errors import CompileError, WorkerError
-from pdcompiler.core.ir import RankProgram
+from pdcompiler.core.ir import RankProgram, module_of
 
 TAG = 7253
 """Keeps our messages apart from the user's own on the default group."""
@@ -46,13 +50,12 @@ def launched() -> tuple[int, int] | None:
     return None
 
 
-class Pending:
-    """A receive that was asked for. Kept in one place, so that a failing rank can let go of all of them."""
+class Lost(Exception):
+    """A peer did not send, take or answer."""
 
-    __slots__ = ("value", "work")
-
-    def __init__(self, work: Any, value: Tensor) -> None:
-        self.work, self.value = work, value
+    def __init__(self, peers: Sequence[int], error: str) -> None:
+        super().__init__(error)
+        self.peers = tuple(peers)
 
 
 class Distributed:
@@ -64,11 +67,13 @@ class Distributed:
         self.own_group = not dist.is_initialized()
         if self.own_group:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=self.timeout)
+            atexit.register(leave)
         self.rank = dist.get_rank()
         self.store = dist.distributed_c10d._get_default_store()
         self.is_nccl = dist.get_backend() == "nccl"
-        self.sending: dict[str, deque[tuple[Any, Tensor]]] = defaultdict(deque)
-        self.receiving: set[Pending] = set()
+        self.tag = 0 if self.is_nccl else TAG
+        self.patience = () if self.is_nccl else (self.timeout,)  # NCCL's `wait` would block the host
+        self.sending: dict[str, deque[tuple[Any, int, Tensor]]] = defaultdict(deque)
         self.window: Mapping[str, int] = {}
         self.channels: dict[str, Any] = {}
         self.groups: dict[tuple[int, ...], Any] = {}
@@ -102,23 +107,26 @@ class Distributed:
         """Start sending; waits only where `window` older sends of the channel are still open."""
         value = value.contiguous()
         open_ = self.sending[channel]
-        open_.append((dist.isend(value, to, group=self.channels[channel], tag=0 if self.is_nccl else TAG), value))
-        while len(open_) > self.window.get(channel, 1):
-            open_.popleft()[0].wait()
+        open_.append((self._reach((to,), dist.isend, value, to, self.channels[channel], self.tag), to, value))
+        self._finish_sends(channel, self.window.get(channel, 1))
 
-    def start_recv(self, *, frm: int, channel: str, shape: Sequence[int], dtype: torch.dtype) -> Pending:
+    def _finish_sends(self, channel: str, keep: int) -> None:
+        """Wait for the oldest sends of a channel, until at most `keep` are open."""
+        while len(self.sending[channel]) > keep:
+            work, to, _ = self.sending[channel][0]
+            self._reach((to,), work.wait, *self.patience)
+            self.sending[channel].popleft()
+
+    def start_recv(self, *, frm: int, channel: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[Any, int, Tensor]:
         """Ask for the next value on a channel."""
         value = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        work = dist.irecv(value, frm, group=self.channels[channel], tag=0 if self.is_nccl else TAG)
-        pending = Pending(work, value)
-        self.receiving.add(pending)
-        return pending
+        return self._reach((frm,), dist.irecv, value, frm, self.channels[channel], self.tag), frm, value
 
-    def finish_recv(self, pending: Pending) -> Tensor:
+    def finish_recv(self, pending: tuple[Any, int, Tensor]) -> Tensor:
         """Wait for it (on CUDA: make the current stream wait)."""
-        pending.work.wait()
-        self.receiving.discard(pending)
-        return pending.value
+        work, frm, value = pending
+        self._reach((frm,), work.wait, *self.patience)
+        return value
 
     def recv(self, **what: Any) -> Tensor:
         """Both at once."""
@@ -127,8 +135,16 @@ class Distributed:
     def all_reduce(self, value: Tensor, *, ranks: tuple[int, ...]) -> Tensor:
         """The sum over ranks, as new memory: a gradient may share its own with others."""
         total = value.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self.groups[tuple(ranks)])
+        others = [rank for rank in ranks if rank != self.rank]
+        self._reach(others, dist.all_reduce, total, dist.ReduceOp.SUM, self.groups[tuple(ranks)])
         return total
+
+    def _reach(self, peers: Sequence[int], call: Callable[..., Any], *args: Any) -> Any:
+        """Call what needs peers; a failure is theirs."""
+        try:
+            return call(*args)
+        except RuntimeError as error:
+            raise Lost(peers, str(error).splitlines()[0]) from error
 
     def run(self, program: RankProgram, module: fx.GraphModule, inputs: Mapping[str, Any], window: Mapping[str, int]) -> Any:
         """Run the program; an error anywhere is raised on every rank as WorkerError with its root cause."""
@@ -137,30 +153,37 @@ class Distributed:
         try:
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
                 results = module(*(inputs[name] for name in names))
-            self._settle()
+            for channel in self.sending:
+                self._finish_sends(channel, 0)
             return results
         except Exception as error:
             self.fail(error, module)
 
-    def _settle(self) -> None:
-        for open_ in self.sending.values():
-            while open_:
-                open_.popleft()[0].wait()
-
     def fail(self, error: Exception, module: fx.GraphModule) -> NoReturn:
         """Say the cause to the others, leave the group so that they wake, and raise the root cause."""
-        if _is_communication(error):
-            cause = self._cause_of_others() or f"rank {self.rank} lost a peer: {error}"
+        if isinstance(error, Lost):
+            cause = self._cause_of_others() or self._first_cause(self._describe(error))
         else:
-            cause = f"rank {self.rank}: {locate(error, module)}{type(error).__name__}: {error}"
-            if self.store.add(f"{CAUSE}/first", 1) == 1:
-                self.store.set(CAUSE, cause)
-            else:
-                cause = self._cause_of_others() or cause
+            cause = self._first_cause(f"rank {self.rank}: {locate(error, module)}{type(error).__name__}: {error}")
         world_size = dist.get_world_size()
+        _forget(error)
         self.close()
         self._wait_for_readers(world_size)
-        raise WorkerError(cause, rank=int(cause.split()[1].rstrip(":"))) from error
+        rank = re.match(r"rank (\d+)", cause)
+        raise WorkerError(cause, rank=int(rank[1]) if rank else None) from error
+
+    def _describe(self, lost: Lost) -> str:
+        peers = ", ".join(map(str, lost.peers))
+        who = f"rank {peers}" if len(lost.peers) == 1 else f"one of the ranks {peers}"
+        if "timed out" in str(lost).lower():
+            return f"{who} did not answer rank {self.rank} within {self.timeout.total_seconds():g} s"
+        return f"{who} is gone: rank {self.rank} lost the connection to it ({lost})"
+
+    def _first_cause(self, cause: str) -> str:
+        """The cause that was found first: this one, or another rank's."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone too
+            return str(self.store.compare_set(CAUSE, "", cause).decode())
+        return cause
 
     def _cause_of_others(self) -> str | None:
         """The root cause that another rank wrote; it may still be on its way."""
@@ -182,36 +205,39 @@ class Distributed:
 
     def close(self) -> None:
         """Leave the process group. Open messages are let go first: they would keep the connections, and the peers asleep."""
-        for pending in self.receiving:
-            pending.work = None
-        self.receiving.clear()
         self.sending.clear()
         self.channels.clear()
         self.groups.clear()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave()
 
 
-def _is_communication(error: Exception) -> bool:
-    """Whether an error says that a peer is gone, not that this rank's own work failed."""
-    text = str(error).lower()
-    return isinstance(error, (dist.DistError, dist.DistBackendError)) or "gloo" in text or "connection" in text
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _forget(error: BaseException | None) -> None:
+    """Empty the frames that an error passed through."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+CALL = re.compile(r"(.*) = self\.(stage(\d+)_(forward|backward)\w*)\(")
 
 
 def locate(error: BaseException, module: fx.GraphModule) -> str:
     """Stage, microbatch and module path of the operation that failed, from the generated code's own lines."""
     words: list[str] = []
-    names: dict[str, fx.Node] = {node.name: node for node in module.graph.nodes}
-    for child in module.children():
-        names |= {node.name: node for node in child.graph.nodes}  # type: ignore[union-attr]
-    trace = error.__traceback__
-    while trace is not None:
-        line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()
-        assigned = re.match(r"(\w+)", line)
-        call = re.search(r"self\.(stage\d+_\w+)", line)
-        if call is not None:
-            words.append(call[1])
-        elif assigned and assigned[1] in names and "module" in names[assigned[1]].meta:
-            words.append(str(names[assigned[1]].meta["module"]))
-        trace = trace.tb_next
+    graph = module.graph
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        nodes = {node.name: node for node in graph.nodes}
+        line = linecache.getline(frame.f_code.co_filename, number).strip()
+        if call := CALL.match(line):
+            given = [nodes[word] for word in re.findall(r"\w+", call[1]) if word in nodes]
+            words += [f"stage {call[3]} {call[4]}", *(f"microbatch {node.meta['microbatch']}" for node in given[:1])]
+            graph = getattr(module, call[2]).graph
+        elif (name := line.split(" = ")[0]) in nodes and words and (path := str(module_of(nodes[name]))):
+            words.append(f"module {path}")
     return ", ".join(words) + ": " if words else ""

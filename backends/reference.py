@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from pdcompiler.core import ops
 from pdcompiler.core.errors import DeadlockError
-from pdcompiler.core.ir import Program, RankProgram
+from pdcompiler.core.ir import Input, Program, RankProgram, Trace
 
 Tensors = tuple[Tensor, ...]
 Held = Callable[[int, int], Tensors]
@@ -87,12 +87,29 @@ class Memory:
     def write_buffers(self, values: Tensors, *, stage: int, rank: int) -> None:
         """Copy new values into the buffers; those that a step left alone are the same tensors."""
         for held, value in zip(self.buffers(stage, rank), values, strict=True):
-            if held is not value:
+            if held.data_ptr() != value.data_ptr():
                 held.copy_(value)
 
 
-def run_program(program: Program, inputs: Mapping[str, Any], memory: Memory) -> dict[int, Any]:
-    """Run a Program; returns each rank's results (see ir.Program). inputs: by placeholder name."""
+def run_trace(trace: Trace, given: Callable[[Input], Any]) -> dict[fx.Node, Any]:
+    """Run a Trace for one microbatch; returns the value of every node. given: the value of each placeholder."""
+    values: dict[fx.Node, Any] = {}
+    with torch.no_grad():
+        for node in trace.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = given(trace.inputs[node.name])
+            elif node.op == "get_attr":
+                values[node] = getattr(trace.constants, str(node.target))
+            elif node.op == "call_function":
+                values[node] = _run(node, trace.constants, {}, values, {})
+    return values
+
+
+def run_program(
+    program: Program, inputs: Mapping[str, Any], memory: Memory, observe: Callable[[fx.Node, Any], None] | None = None
+) -> dict[int, Any]:
+    """Run a Program; returns each rank's results (see ir.Program). inputs: by placeholder name.   observe: called with each
+    node and its value."""
     meaning = {
         **PURE,
         ops.transfer: lambda value, *, to: value,
@@ -107,6 +124,8 @@ def run_program(program: Program, inputs: Mapping[str, Any], memory: Memory) -> 
             if node.op == "output":
                 return dict(_given(node.args[0], values))
             values[node] = _run(node, program.root, inputs, values, meaning)
+            if observe is not None:
+                observe(node, values[node])
     raise AssertionError("a program ends with its output")
 
 

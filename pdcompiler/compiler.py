@@ -41,6 +41,7 @@ from pdcompiler.passes.stages.assign_stages import assign_stages
 from pdcompiler.passes.stages.cut_stages import cut_stages
 from pdcompiler.passes.stages.keep_layouts import keep_layouts
 from pdcompiler.passes.stages.localize_cheap_values import localize_cheap_values
+from pdcompiler.passes.stages.place_gradients import place_gradients
 from pdcompiler.passes.stages.split_shared_gradients import split_shared_gradients
 from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
@@ -84,6 +85,7 @@ def stage_trace(request: Request, trace: Trace, partition: Partition, rows: int)
     passes: list[Callable[[Trace], Trace]] = [
         bind(assign_stages, partition=partition),
         split_shared_gradients,
+        bind(place_gradients, partition=partition),
         bind(localize_cheap_values, machine=request.machine, rows=rows),
         keep_layouts,
     ]

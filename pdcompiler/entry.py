@@ -73,7 +73,7 @@ def compile(
     on_cuda = (held_on or next(iter(model.parameters()), torch.empty(0)).device).type == "cuda"
     given = read_partition(partition, model, world_size)
     request = Request(model, world_size, loss_fn, machine or Machine(), given, not on_cuda, held_on, watch)
-    options = Options(schedule, schedule.microbatches, loss_weight, batch_dims, timeout, init)
+    options = Options(schedule, loss_weight, batch_dims, timeout, init)
     pipe = Pipeline(request, options, None if running is None else running[0])
     if example_args or example_kwargs:
         pipe.prepare(*example_args, target=example_target, **(example_kwargs or {}))

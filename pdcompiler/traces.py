@@ -47,6 +47,18 @@ class Traces:
                 general = trace_model(self.request, batch, rows=rows, symbolic=False, gradients=gradients)
         return self._add(known, general, rows)
 
+    def fixed_partition(self) -> Partition:
+        """The partition that all traces share; a CompileError where there is no trace yet."""
+        if self.partition is None:
+            raise CompileError(
+                "nothing is compiled yet", ways_out=("give example_args or example_kwargs to compile", "take a step first")
+            )
+        return self.partition
+
+    def trace_of(self, staged: Staged) -> Trace:
+        """The trace that was cut into these stages."""
+        return next(trace for known in self.made.values() for trace, other in known if other is staged)
+
     def output_dims(self, batch: Batch, gradients: bool) -> tuple[int | None, ...]:
         """Per output leaf the dimension that carries the rows: where traces for different numbers of rows differ."""
         key = self._key(batch, gradients)

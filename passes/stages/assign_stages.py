@@ -8,7 +8,8 @@ Forward, in graph order, four rules:
 4. the rest takes the lowest legal stage, the highest of its inputs.
 
 Backward: the stage of the forward operation that caused it (seq_nr); then lowered to the lowest stage among the backward
-operations that feed it, since the sums that autograd makes of several gradients carry a wrong seq_nr.
+operations that feed it, since the sums that autograd makes of several gradients carry a wrong seq_nr, and to an owner of the
+parameter that it reads (a custom Function may save one that its forward does not read).
 
 No assignment can be wrong, since what crosses stages is dataflow, as long as no edge runs the wrong way; that is checked.
 """
@@ -25,8 +26,9 @@ from pdcompiler.core.values import Origins, is_view
 
 def assign_stages(trace: Trace, partition: Partition) -> Trace:
     """Write `stage` to the metadata of every operation. Raises CompileError where the partition is not for this model."""
-    _Forward(trace, partition).assign()
-    _assign_backward(trace, len(partition.stages) - 1)
+    forward = _Forward(trace, partition)
+    forward.assign()
+    _assign_backward(trace, forward)
     check_edges(trace)
     return trace
 
@@ -50,7 +52,7 @@ class _Forward:
 
     def _stage(self, node: fx.Node) -> int:
         lowest = max((stage_of(i) for i in node.all_input_nodes if i.op == "call_function" and i not in self.views), default=0)
-        owners = self._owners(node)
+        owners = self.owners_read(node)
         call = self.calls.get(module_of(node))
         if (is_view(node) or is_integer(node)) and not owners:
             return lowest
@@ -68,7 +70,7 @@ class _Forward:
             )
         return wanted
 
-    def _owners(self, node: fx.Node) -> set[int]:
+    def owners_read(self, node: fx.Node) -> set[int]:
         """The stages that own what a node reads of parameters, through views of them."""
         sets = [self._owners_of(i) for i in node.all_input_nodes]
         sets = [found for found in sets if found]
@@ -85,7 +87,7 @@ class _Forward:
                 raise CompileError(f"the partition has no stage for parameter {name}: it is for another model")
             return set(self.owners[name])
         if value in self.views:
-            return self._owners(value)
+            return self.owners_read(value)
         return set()
 
     def _settle_views(self) -> None:
@@ -97,7 +99,7 @@ class _Forward:
                     node.meta["stage"] = min(readers)
 
 
-def _assign_backward(trace: Trace, last: int) -> None:
+def _assign_backward(trace: Trace, forward: _Forward) -> None:
     origins = Origins(trace)
     free = origins.batch_values | origins.weight_values
     of_sequence: dict[int, int] = {}
@@ -111,7 +113,9 @@ def _assign_backward(trace: Trace, last: int) -> None:
     for node in trace.graph.nodes:
         if node.op == "call_function" and is_backward(node):
             feeding = [stage_of(i) for i in node.all_input_nodes if i.op == "call_function" and is_backward(i)]
-            node.meta["stage"] = min([of_sequence.get(node.meta.get("seq_nr", -1), last), *feeding])
+            stage = min([of_sequence.get(node.meta.get("seq_nr", -1), forward.last), *feeding])
+            owners = forward.owners_read(node)
+            node.meta["stage"] = stage if not owners else max((o for o in owners if o <= stage), default=min(owners))
 
 
 def check_edges(trace: Trace) -> None:

@@ -32,8 +32,8 @@ class DeadlockError(VerifyError):
 
 
 class WorkerError(PdcompilerError):
-    """A rank failed while a step ran. The same root cause is raised on every rank."""
+    """A rank failed while a step ran. The same root cause is raised on every rank.   rank: which; None where nobody knows."""
 
-    def __init__(self, cause: str, *, rank: int) -> None:
+    def __init__(self, cause: str, *, rank: int | None) -> None:
         super().__init__(cause)
         self.rank = rank

@@ -1,0 +1,134 @@
+"""The programs of a pipeline's steps: compiled on demand, remembered, and run by this process's backend.
+
+Not here: what users call (`pipeline.py`), and how programs are made (`compiler.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from pdcompiler.backends import reference
+from pdcompiler.backends.codegen import generate
+from pdcompiler.backends.distributed import Distributed
+from pdcompiler.compiler import Request, compile_program, compile_ranks, receive_window
+from pdcompiler.core.batch import Batch
+from pdcompiler.core.errors import CompileError
+from pdcompiler.core.ir import Microbatch, Program, RankProgram, Step
+from pdcompiler.core.schedule import Schedule
+from pdcompiler.holdings import Holdings
+from pdcompiler.traces import Traces
+
+
+@dataclass
+class Compiled:
+    """One step's programs. modules: per rank; in a process of its own, this rank's is bound to its messages."""
+
+    step: Step
+    program: Program
+    ranks: tuple[RankProgram, ...]
+    modules: tuple[fx.GraphModule, ...]
+    window: dict[str, int]
+
+
+class Runner:
+    """Programs by what a step computes; see the module's docstring. rank: None where all ranks run in this process."""
+
+    def __init__(self, request: Request, schedule: Schedule, timeout: float, rank: int | None, holdings: Holdings) -> None:
+        self.request, self.schedule, self.timeout, self.rank = request, schedule, timeout, rank
+        self.holdings = holdings
+        self.traces = Traces(request)
+        self.compiled: dict[Any, Compiled] = {}
+        self.latest: Compiled | None = None
+        self.backend: Distributed | None = None
+
+    def compile(self, batch: Batch, weights: Sequence[float], outputs: str, *, gradients: bool) -> Compiled:
+        """The programs for a batch: those of an equal step before, or new ones."""
+        if outputs not in ("none", "last", "all"):
+            raise CompileError(f'outputs is {outputs!r}, not "none", "last" or "all"')
+        spans = batch.spans(self.schedule.microbatches)
+        microbatches = tuple(
+            Microbatch(start, stop, self.traces.staged(batch, stop - start, gradients), counts=weight != 0)
+            for (start, stop), weight in zip(spans, weights, strict=True)
+        )
+        parts = tuple((m.start, m.stop, id(m.staged), m.counts) for m in microbatches)
+        key = (parts, tuple(batch.dims.items()), outputs, gradients)
+        if key not in self.compiled:
+            self.compiled[key] = self._programs(Step(microbatches, batch.dims, outputs), gradients)
+        self.latest = self.compiled[key]
+        return self.latest
+
+    def _programs(self, step: Step, gradients: bool) -> Compiled:
+        ranks = range(self.request.world_size)
+        mine = ranks if self.rank is None else [self.rank]
+        rank_of = self.schedule.rank_of_stage()
+        self.holdings.hold(self.traces.fixed_partition(), [stage for stage, rank in rank_of.items() if rank in mine])
+        stages = step.microbatches[0].staged.stages
+        self.holdings.elsewhere.update(name for stage in stages if rank_of[stage.index] not in mine for name in stage.written)
+        program = compile_program(self.request, step, restrict(self.schedule, step, gradients), self.holders())
+        programs = compile_ranks(self.request, program)
+        window = receive_window(program)
+        if self.rank is not None:
+            self._join(programs)
+        memory = self.memory(program)
+        own = self.backend.meaning(reference.PURE, memory) if self.backend else None
+        modules = tuple(generate(p, own if p.rank == self.rank else None) for p in programs)
+        return Compiled(step, program, programs, modules, window)
+
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Of each tied parameter that several stages own, the ranks that hold it."""
+        rank_of = self.schedule.rank_of_stage()
+        owners = self.traces.fixed_partition().owners()
+        return {name: tuple(sorted({rank_of[s] for s in stages})) for name, stages in owners.items() if len(stages) > 1}
+
+    def _join(self, programs: Sequence[RankProgram]) -> None:
+        """Make this process's end of the messages, at the first program that is compiled."""
+        nodes = [node for program in programs for node in program.graph.nodes]
+        channels = sorted({str(node.kwargs["channel"]) for node in nodes if "channel" in node.kwargs})
+        reductions = sorted({node.kwargs["ranks"] for node in nodes if "ranks" in node.kwargs})
+        if self.backend is None:
+            self.backend = Distributed(self.device, channels, reductions, self.timeout)
+        else:
+            self.backend.join(channels, reductions)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.request.device or next(iter(self.request.model.parameters())).device
+
+    def memory(self, program: Program) -> reference.Memory:
+        """What the words `weights` and `buffers` of a program stand for."""
+        return reference.Memory(
+            lambda stage, rank: self.holdings.tensors(self.traces.fixed_partition().stages[stage].parameters),
+            lambda stage, rank: self.holdings.tensors(program.buffer_names[stage]),
+        )
+
+    def inputs(self, compiled: Compiled, batch: Batch, weights: Sequence[float]) -> dict[str, Any]:
+        """The program's placeholders: the batch's tensors and the weights of the losses."""
+        staged = compiled.step.microbatches[0].staged
+        types = [stage.types[staged.loss] for stage in staged.stages if staged.loss in stage.types]
+        loss_weights = torch.tensor(weights, dtype=types[0].dtype if types else None, device=self.device)
+        names = [str(node.target) for node in compiled.program.graph.nodes if node.op == "placeholder"]
+        return dict(zip(names, [*(tensor.detach() for tensor in batch.tensors.values()), loss_weights], strict=True))
+
+    def run(self, compiled: Compiled, batch: Batch, weights: Sequence[float]) -> dict[int, Any]:
+        """Run a step; the results of the ranks that run in this process."""
+        inputs = self.inputs(compiled, batch, weights)
+        if self.backend is None:
+            with torch.autocast(self.device.type, enabled=False):
+                return dict(enumerate(reference.run_ranks(compiled.ranks, inputs, self.memory(compiled.program))))
+        rank = self.backend.rank
+        return {rank: self.backend.run(compiled.ranks[rank], compiled.modules[rank], inputs, compiled.window)}
+
+
+def restrict(schedule: Schedule, step: Step, gradients: bool) -> Schedule:
+    """The schedule for the microbatches that there are; forward only for those that do not count, or without gradients."""
+    count = len(step.microbatches)
+    backward = [gradients and microbatch.counts for microbatch in step.microbatches]
+    return schedule.without(a for a in schedule if a.microbatch >= count or (a.phase == "B" and not backward[a.microbatch]))
+
+
