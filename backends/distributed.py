@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from pdcompiler.core import ops
-from pdcompiler.core.errors import CompileError, WorkerError
+from pdcompiler.core.errors import WorkerError
 from pdcompiler.core.ir import RankProgram, module_of
 
 TAG = 7253
@@ -61,7 +61,9 @@ class Lost(Exception):
 class Distributed:
     """This process's end of all channels. Made once per pipeline; joins or makes the default process group."""
 
-    def __init__(self, device: torch.device, channels: Sequence[str], reductions: Sequence[tuple[int, ...]], timeout: float) -> None:
+    def __init__(
+        self, device: torch.device, channels: Sequence[str], reductions: Sequence[tuple[int, ...]], timeout: float
+    ) -> None:
         self.device = device
         self.timeout = datetime.timedelta(seconds=timeout)
         self.own_group = not dist.is_initialized()
@@ -140,11 +142,14 @@ class Distributed:
         return total
 
     def _reach(self, peers: Sequence[int], call: Callable[..., Any], *args: Any) -> Any:
-        """Call what needs peers; a failure is theirs."""
+        """Call what needs peers."""
         try:
             return call(*args)
         except RuntimeError as error:
-            raise Lost(peers, str(error).splitlines()[0]) from error
+            text = str(error)
+            if isinstance(error, dist.DistError) or re.search("gloo|connection|timed out", text, re.IGNORECASE):
+                raise Lost(peers, text.splitlines()[0]) from error
+            raise
 
     def run(self, program: RankProgram, module: fx.GraphModule, inputs: Mapping[str, Any], window: Mapping[str, int]) -> Any:
         """Run the program; an error anywhere is raised on every rank as WorkerError with its root cause."""

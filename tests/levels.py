@@ -11,6 +11,7 @@ from pdcompiler.compiler import Request, choose_partition, stage_trace, trace_mo
 from pdcompiler.core.batch import read_batch
 from pdcompiler.core.ir import Microbatch, Program, Staged, Step, Trace, ValueType, describe
 from pdcompiler.core.machine import Machine
+from pdcompiler.core.partition import Partition
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.passes.program.lower_schedule import lower_schedule
 
@@ -46,11 +47,18 @@ def trace_of(
     return trace_model(request(model, loss_fn=loss_fn), batch, rows=rows, symbolic=symbolic, gradients=gradients)
 
 
+def trace_and_partition(
+    model: nn.Module, begins: Sequence[str], *args: Any, rows: int = 5, **options: Any
+) -> tuple[Trace, Partition]:
+    """The model's trace, and the partition whose stages 1, 2, ... begin at the given modules."""
+    trace = trace_of(model, *args, rows=rows, **options)
+    return trace, choose_partition(request(model, len(begins) + 1, partition=tuple(begins)), trace, rows)
+
+
 def staged_of(model: nn.Module, begins: Sequence[str], *args: Any, rows: int = 5, **options: Any) -> Staged:
     """The model's stages; stages 1, 2, ... begin at the given modules."""
-    asked = request(model, len(begins) + 1, partition=tuple(begins))
-    trace = trace_of(model, *args, rows=rows, **options)
-    return stage_trace(asked, trace, choose_partition(asked, trace, rows), rows)
+    trace, partition = trace_and_partition(model, begins, *args, rows=rows, **options)
+    return stage_trace(request(model, len(begins) + 1), trace, partition, rows)
 
 
 def two_layers_staged(loss_fn: Any = F.mse_loss) -> Staged:

@@ -147,11 +147,16 @@ class _Reader:
         return value
 
 
+def _example(number: Any) -> Any:
+    """An integer of a fake tensor, by its example value."""
+    return number.node.hint if hasattr(number, "node") else number
+
+
 def _order(value: Any) -> tuple[int, ...] | None:
     """The dimensions of a tensor from the largest stride to the smallest (0: of an expanded one), see `ir.order_of`."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
-    sizes, strides = ([n.node.hint if isinstance(n, torch.SymInt) else n for n in numbers] for numbers in (value.shape, value.stride()))
+    sizes, strides = ([_example(n) for n in numbers] for numbers in (value.shape, value.stride()))
     if None in sizes or None in strides:  # the shape depends on data: such a value does not cross stages
         return None
     single = [dim for dim, size in enumerate(sizes) if size == 1]
