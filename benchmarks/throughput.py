@@ -26,72 +26,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpt import VOCABULARY, Gpt, token_loss
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
-from torch.nn import functional as F
 
 import pdcompiler
 
-RANKS, MICROBATCHES, VOCABULARY, BLOCKS, HEADS, CUT = 2, 8, 1024, 8, 4, "layers.4"
+RANKS, MICROBATCHES, CUT = 2, 8, "layers.4"
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 WARM_UP = 3
 BARS = {(64, 32, 2): 1.5, (128, 64, 2): 1.2, (256, 64, 4): 1.0}
 """Sizes (width, sequence, rows of a microbatch), and the least ratio against 1F1B."""
 Size = tuple[int, int, int]
 Step = Callable[[], Any]
-
-
-class Attention(nn.Module):
-    """Causal self-attention."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.project = nn.Linear(width, 3 * width)
-        self.merge = nn.Linear(width, width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        heads = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.project(hidden).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-        result: Tensor = self.merge(mixed.transpose(1, 2).flatten(2))
-        return result
-
-
-class Block(nn.Module):
-    """Pre-norm: attention, then an MLP, each added to what came in."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width))
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.attention(hidden)
-        result: Tensor = hidden + self.mlp(hidden)
-        return result
-
-
-class Gpt(nn.Module):
-    """Token ids to logits."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(BLOCKS))
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.embedding(ids)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        result: Tensor = self.head(hidden)
-        return result
-
-
-def token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """The mean over all tokens."""
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 @dataclass(frozen=True)
