@@ -70,7 +70,7 @@ def assert_transparent(
         training=model.training,
     )  # fmt: skip
     pipe: Any = pdcompiler.compile(
-        copy.deepcopy(model), world_size, example_args=args, example_kwargs=kwargs, loss_fn=loss_fn,
+        copy.deepcopy(model), world_size, example_args=args, example_kwargs=kwargs, example_target=target, loss_fn=loss_fn,
         schedule=schedule, microbatches=microbatches, partition=partition,
         batch_dims=dims_by_name(model, batch_dims),
     )  # fmt: skip
