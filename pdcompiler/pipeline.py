@@ -188,8 +188,8 @@ class Pipeline:
         return iter(self.holdings.newest_buffers().items())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of a module."""
-        for parameter in self.parameters():
+        """As of a module; also before anything is compiled, so that a loop may begin with it."""
+        for parameter in self.holdings.parameters.values() or self.request.model.parameters():
             if parameter.grad is not None:
                 parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
 
