@@ -20,7 +20,7 @@ from torch import fx
 
 from pdcompiler.core.ir import ROWS, ModuleCall, Trace, ValueType, cost_of, evaluate, is_backward, is_integer, module_of, type_of
 from pdcompiler.core.machine import Machine
-from pdcompiler.core.partition import Floats, Problem
+from pdcompiler.core.partition import Flags, Floats, Problem
 from pdcompiler.core.values import Origins, readers_of
 
 
@@ -31,7 +31,7 @@ def make_problem(trace: Trace, machine: Machine, rows: int) -> Problem:
     place = {node: i for i, node in enumerate(nodes)}
     free = (origins.batch_values | origins.weight_values) - origins.parameter_values
     seconds = _seconds(trace, nodes, machine, rows)
-    sent, legal = numpy.zeros(len(nodes)), numpy.ones(len(nodes), dtype=bool)
+    sent, messages, legal = numpy.zeros(len(nodes)), numpy.zeros(len(nodes)), numpy.ones(len(nodes), dtype=bool)
     legal[0] = False
     for node in nodes:
         last = max((place[user] for user in node.users if user in place), default=-1)
@@ -43,14 +43,29 @@ def make_problem(trace: Trace, machine: Machine, rows: int) -> Problem:
             legal[between] = False
         else:
             sent[between] += evaluate(type.nbytes(), rows)
+            messages[between] += 1
     for first, last in (*_written_buffers(trace, place), *_parameters_in_calls(trace, place)):
         legal[first + 1 : last + 1] = False
-    return Problem(nodes, seconds, sent, legal, machine)
+    return Problem(nodes, seconds, sent, messages, legal, _anchored(trace, place), machine)
+
+
+def _anchored(trace: Trace, place: dict[fx.Node, int]) -> Flags:
+    """The first readers of a parameter (the views of it that they read stand before them), and the first nodes of module calls."""
+    anchored = numpy.zeros(len(place), dtype=bool)
+    for node in trace.graph.nodes:
+        if node.op == "placeholder" and trace.inputs[node.name].kind == "parameter":
+            anchored[[place[reader] for reader in readers_of(node) if reader in place]] = True
+    begun: set[ModuleCall] = {ModuleCall("")}
+    for node, position in place.items():
+        anchored[position] |= module_of(node) not in begun
+        begun.add(module_of(node))
+    return anchored
 
 
 def _seconds(trace: Trace, nodes: list[fx.Node], machine: Machine, rows: int) -> Floats:
-    """Backward operations count for the forward operation with their seq_nr (the last of those that share it)."""
-    place = {node.meta["seq_nr"]: i for i, node in enumerate(nodes)}
+    """Backward operations count for the forward operation with their seq_nr, the first of those that share it: one without
+    gradient has the number of the one before."""
+    place = {node.meta["seq_nr"]: i for i, node in reversed(list(enumerate(nodes)))}
     seconds = numpy.zeros(len(nodes))
     at = {node: i for i, node in enumerate(nodes)}
     for node in trace.graph.nodes:

@@ -1,7 +1,8 @@
 """Cut the row of operations so that the slowest stage is as fast as possible.
 
-The time of a stage is the sum of its operations' seconds plus the transfers over its two borders, both ways. The recurrence
-over (stages, position) finds the optimum over all legal cuts:
+The time of a stage is the sum of its operations' seconds plus what its two borders cost, both ways: the bytes that cross by
+the link's bandwidth, and the link's latency for each value that crosses beyond the first (every border has one). The
+recurrence over (stages, position) finds the optimum over all legal cuts:
 
     best[k][j] = min over i < j of max(best[k-1][i], time of the stage [i, j))
 
@@ -18,7 +19,7 @@ from pdcompiler.core.partition import Floats, Problem
 
 def search_cuts(problem: Problem, stages: int) -> list[int]:
     """The positions at which stages 1, 2, ... begin. Raises CompileError where the model has too few legal cuts."""
-    places = numpy.flatnonzero(problem.legal)
+    places = numpy.flatnonzero(problem.legal & problem.anchored)
     if len(places) < stages - 1:
         raise CompileError(
             f"{stages} stages asked for, but the model can be cut in at most {len(places) + 1}", ways_out=("use fewer ranks",)
@@ -51,8 +52,9 @@ def _one_more_stage(best: Floats, work: Floats, border: Floats) -> tuple[Floats,
 
 
 def _border_seconds(problem: Problem) -> Floats:
-    """A cut costs each of its two stages one message each way."""
-    seconds = numpy.zeros(len(problem.nodes) + 1)
-    for i in numpy.flatnonzero(problem.legal):
-        seconds[i] = 2 * problem.machine.transfer_seconds(float(problem.sent[i]))
-    return seconds
+    """What a cut costs each of its two stages, both ways; nothing at the two ends."""
+    machine = problem.machine
+    more = numpy.maximum(problem.messages - 1, 0) * machine.link_latency_seconds
+    seconds: Floats = 2 * (problem.sent / machine.link_bytes_per_second + more)
+    seconds[0] = 0.0
+    return numpy.append(seconds, 0.0)

@@ -7,7 +7,7 @@ Forward, in graph order, four rules:
 3. the other operations of a module call that has a stage stand there;
 4. the rest takes the lowest legal stage, the highest of its inputs.
 
-Backward: the stage of the forward operation that caused it (seq_nr); then lowered to the lowest stage among the backward
+Backward: the stage of the forward operation that caused it (seq_nr), or of a later value that it reads; then lowered to the lowest stage among the backward
 operations that feed it, since the sums that autograd makes of several gradients carry a wrong seq_nr, and to an owner of the
 parameter that it reads (a custom Function may save one that its forward does not read).
 
@@ -100,22 +100,30 @@ class _Forward:
 
 
 def _assign_backward(trace: Trace, forward: _Forward) -> None:
-    origins = Origins(trace)
-    free = origins.batch_values | origins.weight_values
-    of_sequence: dict[int, int] = {}
-    for prefer_activations in (False, True):
-        found: dict[int, int] = {}
-        for node in trace.graph.nodes:
-            if node.op == "call_function" and not is_backward(node) and (node not in free or not prefer_activations):
-                number = node.meta.get("seq_nr", -1)
-                found[number] = max(found.get(number, 0), stage_of(node))
-        of_sequence |= found
+    of_sequence = _stages_of_sequences(trace, forward.views)
     for node in trace.graph.nodes:
         if node.op == "call_function" and is_backward(node):
             feeding = [stage_of(i) for i in node.all_input_nodes if i.op == "call_function" and is_backward(i)]
             stage = min([of_sequence.get(node.meta.get("seq_nr", -1), forward.last), *feeding])
             owners = forward.owners_read(node)
             node.meta["stage"] = stage if not owners else max((o for o in owners if o <= stage), default=min(owners))
+
+
+def _stages_of_sequences(trace: Trace, views: set[fx.Node]) -> dict[int, int]:
+    """Per seq_nr the stage of the first forward operation that has it, or of the last forward value that its backward reads.
+
+    The others that have it need not be its doing: an operation without gradient has the number of the one before it.
+    """
+    stages: dict[int, int] = {}
+    for node in trace.graph.nodes:
+        number = node.meta.get("seq_nr", -1)
+        if node.op == "call_function" and not is_backward(node):
+            stages.setdefault(number, stage_of(node))
+        elif node.op == "call_function":
+            read = [stage_of(i) for i in node.all_input_nodes if i.op == "call_function" and not is_backward(i) and i not in views]
+            if number in stages:
+                stages[number] = max([stages[number], *read])
+    return stages
 
 
 def check_edges(trace: Trace) -> None:

@@ -21,18 +21,22 @@ from pdcompiler.core.ir import ModuleCall
 from pdcompiler.core.machine import Machine
 
 Floats: TypeAlias = numpy.typing.NDArray[numpy.float64]
+Flags: TypeAlias = numpy.typing.NDArray[numpy.bool_]
 
 
 @dataclass
 class Problem:
     """A trace as a row of forward operations with costs. nodes: in the order the model runs them.   seconds[i]: of node i
-    with the backward that it causes.   sent[i]: bytes that cross a cut before node i, one way.   legal[i]: whether a cut may
-    stand before node i."""
+    with the backward that it causes.   sent[i], messages[i]: bytes and values that cross a cut before node i, one way.
+    legal[i]: whether a cut may stand before node i.   anchored[i]: whether the stage that would begin there can be told by
+    its first operation, which reads a parameter or begins a module call."""
 
     nodes: list[fx.Node]
     seconds: Floats
     sent: Floats
-    legal: numpy.typing.NDArray[numpy.bool_]
+    messages: Floats
+    legal: Flags
+    anchored: Flags
     machine: Machine
 
 

@@ -23,7 +23,8 @@ def problem(
     legal = numpy.array([place not in (0, *forbidden) for place in range(len(seconds))])
     graph = fx.Graph()
     nodes = [graph.placeholder(f"operation_{place}") for place in range(len(seconds))]
-    return Problem(nodes, numpy.array(seconds), numpy.array(sent or [0.0] * len(seconds)), legal, machine)
+    bytes_sent = numpy.array(sent or [0.0] * len(seconds))
+    return Problem(nodes, numpy.array(seconds), bytes_sent, numpy.ones(len(seconds)), legal, numpy.ones(len(seconds), bool), machine)
 
 
 def slowest(one: Problem, cuts: tuple[int, ...]) -> float:
@@ -31,7 +32,7 @@ def slowest(one: Problem, cuts: tuple[int, ...]) -> float:
     bounds = [0, *cuts, len(one.seconds)]
 
     def message(place: int) -> float:
-        return 2 * float(one.machine.transfer_seconds(float(one.sent[place]))) if place in cuts else 0.0
+        return 2 * float(one.sent[place]) / one.machine.link_bytes_per_second if place in cuts else 0.0
 
     return max(float(one.seconds[start:stop].sum()) + message(start) + message(stop) for start, stop in pairwise(bounds))
 
