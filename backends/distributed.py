@@ -38,7 +38,7 @@ from pdcompiler.core.ir import RankProgram, module_of
 
 TAG = 7253
 """Keeps our messages apart from the user's own on the default group."""
-CAUSE = "pdcompiler/cause"
+CAUSE, READ = "pdcompiler/cause", "pdcompiler/cause/read"
 
 
 def launched() -> tuple[int, int] | None:
@@ -71,7 +71,7 @@ class Distributed:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=self.timeout)
             atexit.register(leave)
         self.rank = dist.get_rank()
-        self.store = dist.distributed_c10d._get_default_store()
+        self.store: Any = dist.distributed_c10d._get_default_store()
         self.is_nccl = dist.get_backend() == "nccl"
         self.tag = 0 if self.is_nccl else TAG
         self.patience = () if self.is_nccl else (self.timeout,)  # NCCL's `wait` would block the host
@@ -148,7 +148,7 @@ class Distributed:
         except RuntimeError as error:
             text = str(error)
             if isinstance(error, dist.DistError) or re.search("gloo|connection|timed out", text, re.IGNORECASE):
-                raise Lost(peers, text.splitlines()[0]) from error
+                raise Lost(peers, re.sub(r"^\[\S*\] ", "", text).split(". ")[0]) from error
             raise
 
     def run(self, program: RankProgram, module: fx.GraphModule, inputs: Mapping[str, Any], window: Mapping[str, int]) -> Any:
@@ -166,10 +166,12 @@ class Distributed:
 
     def fail(self, error: Exception, module: fx.GraphModule) -> NoReturn:
         """Say the cause to the others, leave the group so that they wake, and raise the root cause."""
-        if isinstance(error, Lost):
-            cause = self._cause_of_others() or self._first_cause(self._describe(error))
-        else:
-            cause = self._first_cause(f"rank {self.rank}: {locate(error, module)}{type(error).__name__}: {error}")
+        cause = self._describe(error, module)
+        try:
+            cause = str(self.store.compare_set(CAUSE, "", cause).decode())  # another rank's, where that was first
+        except RuntimeError:
+            cause += "; the store is gone too, so rank 0 or the launcher, which held it, may have been first"
+            self.store = None
         world_size = dist.get_world_size()
         _forget(error)
         self.close()
@@ -177,36 +179,23 @@ class Distributed:
         rank = re.match(r"rank (\d+)", cause)
         raise WorkerError(cause, rank=int(rank[1]) if rank else None) from error
 
-    def _describe(self, lost: Lost) -> str:
-        peers = ", ".join(map(str, lost.peers))
-        who = f"rank {peers}" if len(lost.peers) == 1 else f"one of the ranks {peers}"
-        if "timed out" in str(lost).lower():
+    def _describe(self, error: Exception, module: fx.GraphModule) -> str:
+        if not isinstance(error, Lost):
+            return f"rank {self.rank}: {locate(error, module)}{type(error).__name__}: {error}"
+        peers = ", ".join(map(str, error.peers))
+        who = f"rank {peers}" if len(error.peers) == 1 else f"one of the ranks {peers}"
+        if "timed out" in str(error).lower():
             return f"{who} did not answer rank {self.rank} within {self.timeout.total_seconds():g} s"
-        return f"{who} is gone: rank {self.rank} lost the connection to it ({lost})"
-
-    def _first_cause(self, cause: str) -> str:
-        """The cause that was found first: this one, or another rank's."""
-        with contextlib.suppress(RuntimeError):  # the store may be gone too
-            return str(self.store.compare_set(CAUSE, "", cause).decode())
-        return cause
-
-    def _cause_of_others(self) -> str | None:
-        """The root cause that another rank wrote; it may still be on its way."""
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline:
-            with contextlib.suppress(RuntimeError):
-                if self.store.check([CAUSE]):
-                    return str(self.store.get(CAUSE).decode())
-            time.sleep(0.05)
-        return None
+        return f"{who} is gone: rank {self.rank} lost the connection to it ({error})"
 
     def _wait_for_readers(self, world_size: int) -> None:
         """The store may live in this process: stay until the others have read the cause, a few seconds at most."""
         with contextlib.suppress(RuntimeError):
-            self.store.add(f"{CAUSE}/read", 1)
             deadline = time.monotonic() + 5
-            while time.monotonic() < deadline and self.store.add(f"{CAUSE}/read", 0) < world_size:
+            read = self.store.add(READ, 1) if self.store else world_size
+            while read < world_size and time.monotonic() < deadline:
                 time.sleep(0.05)
+                read = self.store.add(READ, 0)
 
     def close(self) -> None:
         """Leave the process group. Open messages are let go first: they would keep the connections, and the peers asleep."""
