@@ -51,8 +51,9 @@ class Runner:
         if outputs not in ("none", "last", "all"):
             raise CompileError(f'outputs is {outputs!r}, not "none", "last" or "all"')
         spans = batch.spans(self.schedule.microbatches)
+        staged = self.traces.staged(batch, [stop - start for start, stop in spans], gradients)
         microbatches = tuple(
-            Microbatch(start, stop, self.traces.staged(batch, stop - start, gradients), counts=weight != 0)
+            Microbatch(start, stop, staged[stop - start], counts=weight != 0)
             for (start, stop), weight in zip(spans, weights, strict=True)
         )
         parts = tuple((m.start, m.stop, id(m.staged), m.counts) for m in microbatches)

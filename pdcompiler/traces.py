@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,14 +30,18 @@ class Traces:
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.modules, self.parameters = tuple(request.model.modules()), tuple(request.model.parameters())
         self.partition: Partition | None = None
         self.made: dict[Any, list[tuple[Trace, Staged]]] = {}
         self.dims: dict[Any, tuple[int | None, ...]] = {}
         self.told: set[str] = set()
 
-    def staged(self, batch: Batch, rows: int, gradients: bool) -> Staged:
-        """The stages' functions for microbatches of `rows` rows."""
+    def staged(self, batch: Batch, rows: Iterable[int], gradients: bool) -> dict[int, Staged]:
+        """The stages' functions for microbatches of these numbers of rows."""
         known = self.made.setdefault(self._key(batch, gradients), [])
+        return {count: self._staged(known, batch, count, gradients) for count in sorted(set(rows), reverse=True)}
+
+    def _staged(self, known: list[tuple[Trace, Staged]], batch: Batch, rows: int, gradients: bool) -> Staged:
         for trace, staged in known:
             if trace.admits(rows):
                 return staged
@@ -71,7 +75,10 @@ class Traces:
         return self.dims[key]
 
     def _key(self, batch: Batch, gradients: bool) -> Any:
-        return batch.signature(), gradients, _state(self.request.model, gradients)
+        modes = tuple([module.training for module in self.modules]) if gradients else ()
+        trainable = tuple([parameter.requires_grad for parameter in self.parameters]) if gradients else ()
+        autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+        return batch.signature(), gradients, modes, trainable, autocast, torch.get_default_dtype()
 
     def _mode(self, gradients: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if gradients else evaluation(self.request.model)
@@ -118,13 +125,6 @@ def evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def _state(model: nn.Module, gradients: bool) -> Any:
-    modes = tuple(module.training for module in model.modules()) if gradients else ()
-    trainable = tuple(p.requires_grad for p in model.parameters()) if gradients else ()
-    autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
-    return modes, trainable, autocast, torch.get_default_dtype()
 
 
 def _output_shapes(trace: Trace) -> list[tuple[Any, ...]]:

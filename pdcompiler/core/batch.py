@@ -7,6 +7,7 @@ number of rows that no other dimension has. Not here: reading data, moving it, o
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -129,11 +130,16 @@ def _covers(key: str, name: str) -> bool:
     return name == key or (name.startswith(key) and name[len(key)] in ".[")
 
 
+@functools.lru_cache(maxsize=64)
+def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The positional parameters of a function, `self` among them; looked up at every step, so remembered."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+
+
 def _positional_names(model: nn.Module, count: int) -> list[str]:
-    parameters = [
-        p for p in inspect.signature(model.forward).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
-    ]
+    function = getattr(model.forward, "__func__", model.forward)
+    parameters = _positional(function)[function is not model.forward :]
     names: list[str] = []
     for parameter in parameters:
         if parameter.kind is parameter.VAR_POSITIONAL:

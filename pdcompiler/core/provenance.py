@@ -28,8 +28,6 @@ from torch.overrides import TorchFunctionMode
 TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parents[1])
 CHECKPOINT = str(Path(TORCH) / "utils" / "checkpoint.py")
-ENTRY = str(Path(__file__).with_name("loss.py"))
-"""The file whose forward calls the user's model: below it there is nothing of the user's."""
 
 
 @functools.cache
@@ -37,10 +35,17 @@ def _is_users(file: str) -> bool:
     return not file.startswith((TORCH, OURS, "<")) and file != contextlib.__file__
 
 
+def _is_caller(frame: FrameType) -> bool:
+    """Whether a frame is this package's, which calls the user's model: below it, there is nothing of the model's."""
+    name = frame.f_globals.get("__name__", "")
+    return name.startswith("pdcompiler.") and name != __name__
+
+
 def user_frame(frame: FrameType | None) -> tuple[str | None, bool]:
     """The innermost line of the user's code, as "file:line", and whether a torch.utils.checkpoint encloses it."""
     line, checkpointed = None, False
-    while frame is not None and (file := frame.f_code.co_filename) != ENTRY:
+    while frame is not None and not _is_caller(frame):
+        file = frame.f_code.co_filename
         if line is None and _is_users(file):
             line = f"{file}:{frame.f_lineno}"
         checkpointed = checkpointed or file == CHECKPOINT

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from pdcompiler.core.errors import CompileError, DeadlockError
@@ -55,12 +56,12 @@ class Schedule:
     def __iter__(self) -> Iterator[Action]:
         return (action for actions in self.ranks for action in actions)
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """How many stages it is for."""
         return 1 + max(action.stage for action in self)
 
-    @property
+    @cached_property
     def microbatches(self) -> int:
         """How many microbatches it is for."""
         return 1 + max(action.microbatch for action in self)

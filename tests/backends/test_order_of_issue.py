@@ -23,7 +23,8 @@ def programs(name: str, ranks: int, schedule: str) -> tuple[RankProgram, ...]:
     request = Request(example.model, ranks, example.loss_fn, Machine(), None, False, None, None)
     batch = read_batch(example.model, example.args, example.kwargs, example.target, None)
     traces = Traces(request)
-    microbatches = tuple(Microbatch(i, i + 2, traces.staged(batch, 2, True)) for i in range(0, 8, 2))
+    staged = traces.staged(batch, [2], True)[2]
+    microbatches = tuple(Microbatch(start, start + 2, staged) for start in range(0, 8, 2))
     owners = traces.fixed_partition().owners()
     holders = {key: stages for key, stages in owners.items() if len(stages) > 1}
     program = compile_program(request, Step(microbatches, batch.dims, "all"), SCHEDULES[schedule](ranks, 4), holders)

@@ -49,7 +49,7 @@ class OneStep:
         )
         self.traces = Traces(self.request)
         plans = [
-            Microbatch(start, stop, self.traces.staged(self.batch, stop - start, True))
+            Microbatch(start, stop, self.traces.staged(self.batch, [stop - start], True)[stop - start])
             for start, stop in self.batch.spans(microbatches)
         ]
         self.step = Step(tuple(plans), self.batch.dims)
