@@ -15,6 +15,7 @@ user must know is found: gradients that a custom Function injects whatever the l
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -24,11 +25,14 @@ from torch import Tensor, fx, nn
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.ir import RESERVED, ROWS, Captured, Input, ModuleCall, Output, Trace, ValueType, is_backward, type_of, where
 from pdcompiler.core.names import identifier
+from pdcompiler.core.values import is_view
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 """Recorded for memory layouts that may be others at run time: received values are row-major, and fake kernels err about
 strides (native_batch_norm's does). A reshape means the same and takes any layout."""
+SUMS = (aten.add.Tensor, aten.sub.Tensor)
+PRODUCTS = (aten.mul.Tensor, aten.mm.default, aten.bmm.default)
 IDENTITIES = (aten.detach.default, aten.alias.default)
 ARITHMETIC = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "Mod": operator.mod}
 ARITHMETIC["PythonMod"] = operator.mod
@@ -47,7 +51,7 @@ def read_trace(captured: Captured) -> Trace:
     dims = tuple(_row_dim(node) for output, node in zip(outputs, nodes, strict=True) if output.kind == "output")
     return Trace(
         graph, reader.constants, reader.inputs, tuple(outputs), captured.result, dims, captured.canonical,
-        captured.rows, captured.admits, _warnings(captured, graph),
+        captured.rows, captured.admits, _warnings(captured, graph, outputs),
     )
 
 
@@ -87,6 +91,8 @@ class _Reader:
     def _copy(self, node: fx.Node) -> Any:
         if node.target in IDENTITIES:
             return self.copies[node.all_input_nodes[0]]
+        if node.target is aten.copy.default and (made := self._copied_whole(node)) is not None:
+            return made
         type = self._type(node.meta.get("val"))
         if isinstance(type, (int, float, bool)):
             return type
@@ -97,6 +103,12 @@ class _Reader:
             self.constants.register_buffer(str(node.target), value)
             type = ValueType(tuple(value.shape), value.dtype, str(value.device))
         return self._node(node, type)
+
+    def _copied_whole(self, node: fx.Node) -> fx.Node | None:
+        """The value that a copy writes over a tensor of the same type: `self.buf = self.buf + 1` reads the old one just once."""
+        made = self.copies.get(node.args[1])  # type: ignore[call-overload]
+        is_own = isinstance(made, fx.Node) and made.op == "call_function" and not is_view(made)
+        return made if is_own and type_of(made) == self._type(node.meta.get("val")) else None
 
     def _node(self, node: fx.Node, type: Any) -> fx.Node:
         custom = node.meta.get("custom", {})
@@ -171,10 +183,10 @@ def _row_dim(node: fx.Node) -> int | None:
     return None if not dims else dims[0] if len(dims) == 1 else -1
 
 
-def _warnings(captured: Captured, graph: fx.Graph) -> tuple[str, ...]:
+def _warnings(captured: Captured, graph: fx.Graph, outputs: Sequence[Output]) -> tuple[str, ...]:
     left_out = captured.left_out
     found = [f"the output {name} is of a type that can't leave the pipeline; it is None in the outputs" for name in left_out]
-    injected = next(iter(_injected_gradients(graph)), None)
+    injected = next(iter(_injected_gradients(graph, outputs)), None)
     if injected is not None:
         found.append(
             f"a gradient that does not depend on the loss enters the backward at {where(injected)}: it is added once per "
@@ -185,19 +197,36 @@ def _warnings(captured: Captured, graph: fx.Graph) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _injected_gradients(graph: fx.Graph) -> list[fx.Node]:
-    """Backward sums in which one side depends on the loss's weight and the other does not (and is no constant)."""
+def _injected_gradients(graph: fx.Graph, outputs: Sequence[Output]) -> list[fx.Node]:
+    """Where gradients begin that do not depend on the loss's weight: they are added to ones that do, or are a parameter's."""
     depends: set[fx.Node] = {n for n in graph.nodes if n.op == "placeholder" and n.meta.get("backward")}
-    found = []
+    zeros: set[fx.Node] = set()
+    found: list[fx.Node] = []
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if any(i in depends for i in inputs):
+        if node.op == "call_function" and _is_zero(node, zeros):
+            zeros.add(node)
+        elif node.op == "call_function" and any(i in depends for i in inputs):
             depends.add(node)
-            sums = node.target in (aten.add.Tensor, aten.sub.Tensor) and is_backward(node)
-            if sums and not all(i in depends for i in inputs if not _is_zero(i)):
-                found.append(node)
-    return found
+            if node.target in SUMS and is_backward(node):
+                found += [i for i in inputs if i not in depends | zeros]
+    given: Any = graph.output_node().args[0]
+    gradients = [node for output, node in zip(outputs, given, strict=True) if output.kind == "gradient"]
+    return [_origin(node) for node in (*found, *gradients) if node not in depends | zeros]
 
 
-def _is_zero(node: fx.Node) -> bool:
-    return "zeros" in str(node.target) or (node.op == "call_function" and "full" in str(node.target) and node.args[1:2] == (0,))
+def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
+    """Whether a value is zero by its making: zeros themselves, and what a backward, which is linear, makes of them."""
+    if "zeros" in str(node.target) or ("full" in str(node.target) and node.args[1:2] == (0,)):
+        return True
+    if not is_backward(node) or not node.args:
+        return False
+    factors = node.args[:2] if node.target in PRODUCTS else node.args[:1]
+    return all(i in zeros for i in node.all_input_nodes) if node.target in SUMS else any(f in zeros for f in factors)
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The backward operation that a gradient goes back to."""
+    while before := [i for i in node.all_input_nodes if is_backward(i)]:
+        node = before[0]
+    return node

@@ -1,0 +1,81 @@
+"""One model cut at every operation where it may be cut, each time compared with the plain loop.
+
+Where a stage begins must not matter, also in the middle of a module. Most of a compile is its trace, so one trace serves all
+the partitions of a model.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy
+from torch import Tensor, nn
+
+import pdcompiler
+from pdcompiler import traces
+from pdcompiler.compiler import Request, fingerprint
+from pdcompiler.core.batch import Batch
+from pdcompiler.core.ir import Trace
+from pdcompiler.core.machine import Machine
+from pdcompiler.core.partition import Partition
+from pdcompiler.passes.partition.make_partition import make_partition
+from pdcompiler.passes.partition.problem import make_problem
+from pdcompiler.testing import LossFunction
+from tests.cases.against_loop import SCHEDULES, AgainstLoop
+
+ROWS = 6
+MICROBATCHES = 3
+
+
+class TracedOnce:
+    """Stands for `trace_model`: a copy of the trace that was made before for the same rows."""
+
+    def __init__(self) -> None:
+        self.trace_model = traces.trace_model
+        self.made: dict[Any, Trace] = {}
+
+    def __call__(self, request: Request, batch: Batch, **options: Any) -> Trace:
+        key = tuple(options.items())
+        if key not in self.made:
+            self.made[key] = self.trace_model(request, batch, **options)
+        return copy.deepcopy(self.made[key])
+
+
+def check_every_cut(
+    model: nn.Module, x: Tensor, target: Tensor, loss_fn: LossFunction, world_sizes: Sequence[int] = (2, 3), at_most: int = 12
+) -> None:
+    """Gradients, loss, outputs and buffers equal the loop's for each partition (every n-th where there are more than `at_most`);
+    the two schedules take turns."""
+    once = TracedOnce()
+    with mock.patch.object(traces, "trace_model", once):
+        first = AgainstLoop(model, 2, microbatches=MICROBATCHES, loss_fn=loss_fn)
+        first.step(x, target=target)
+        trace = next(iter(once.made.values()))
+        for world_size in world_sizes:
+            for number, partition in enumerate(_partitions(model, trace, world_size, at_most)):
+                schedule = SCHEDULES[number % len(SCHEDULES)]
+                checked = AgainstLoop(
+                    model, world_size, schedule, microbatches=MICROBATCHES, loss_fn=loss_fn, partition=partition
+                )
+                try:
+                    checked.step(x, target=target)
+                except Exception as error:
+                    error.add_note(f"{schedule}, stages:\n{partition}")
+                    raise
+
+
+def _partitions(model: nn.Module, trace: Trace, world_size: int, at_most: int) -> Iterator[Partition]:
+    problem = make_problem(trace, Machine(), ROWS)
+    cuts = list(itertools.combinations(numpy.flatnonzero(problem.legal).tolist(), world_size - 1))
+    assert cuts, f"the model can't be cut in {world_size}"
+    for places in cuts[:: -(-len(cuts) // at_most)]:
+        yield make_partition(trace, problem, places, ROWS, fingerprint(model))
+
+
+def messages(pipe: pdcompiler.Pipeline, word: Any) -> list[tuple[int, Any]]:
+    """The rank and node of each call of a word in the ranks' programs."""
+    return [(rank, node) for rank, module in enumerate(pipe.ranks) for node in module.graph.nodes if node.target is word]
