@@ -176,6 +176,8 @@ class _Rank:
         while not self.done and self._ready(node := self.nodes[self.at]):
             if node.op == "output":
                 self.results, self.done = _given(node.args[0], self.values), True
+                self.values.clear()
+                self.meaning.clear()  # its words refer to this rank: the cycle would keep a step's activations
             else:
                 self.values[node] = _run(node, self.program.root, self.inputs, self.values, self.meaning)
             self.at += 1
