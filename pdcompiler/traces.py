@@ -46,7 +46,8 @@ class Traces:
             if trace.admits(rows):
                 return staged
         with self._mode(gradients):
-            general = self._general(batch, rows, gradients) if rows > 1 else None
+            # For one row a general trace is needed only to see whether the inputs are split right: sizes of 1 broadcast.
+            general = self._general(batch, rows, gradients) if rows > 1 or _ambiguous(batch) else None
             if general is None or not general.admits(rows):
                 general = trace_model(self.request, batch, rows=rows, symbolic=False, gradients=gradients)
         return self._add(known, general, rows)

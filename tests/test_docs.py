@@ -66,7 +66,7 @@ def test_the_readme_runs_and_shows_a_program() -> None:
 # Cases
 
 
-def tests_by_case() -> dict[str, list[str]]:
+def names_by_case() -> dict[str, list[str]]:
     """The names of the tests of each case."""
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
@@ -82,15 +82,15 @@ def cell(names: list[str]) -> str:
 
 @pytest.mark.parametrize("case", MUST_SHOW.split())
 def test_a_promised_case_has_a_test(case: str) -> None:
-    assert tests_by_case().get(case), f"no test_case_{case}_... in tests/"
+    assert names_by_case().get(case), f"no test_case_{case}_... in tests/"
 
 
 def test_the_table_of_cases_names_the_tests_that_there_are() -> None:
     rows = {row["case"]: row["tests"] for row in CASE_ROW.finditer(CASES_PAGE.read_text())}
     assert set(MUST_SHOW.split()) <= set(rows)
-    expected = {case: cell(tests_by_case().get(case, [])) for case in rows}
+    expected = {case: cell(names_by_case().get(case, [])) for case in rows}
     assert rows == expected, "see this file's docstring to renew the table"
-    assert set(tests_by_case()) <= set(rows)
+    assert set(names_by_case()) <= set(rows)
 
 
 # Examples
@@ -132,7 +132,7 @@ def renew() -> None:
                 text = text[: block.start("shown")] + out.strip("\n") + "\n" + text[block.end("shown") :]
         page.write_text(text)
     rows = CASE_ROW.sub(
-        lambda row: f"| {row['case']} | {row['what']} | {cell(tests_by_case().get(row['case'], []))} |", CASES_PAGE.read_text()
+        lambda row: f"| {row['case']} | {row['what']} | {cell(names_by_case().get(row['case'], []))} |", CASES_PAGE.read_text()
     )
     CASES_PAGE.write_text(rows)
 

@@ -17,7 +17,19 @@ from torch import fx
 
 from pdcompiler.core import ops
 from pdcompiler.core.errors import DeadlockError, VerifyError
-from pdcompiler.core.ir import Function, Program, RankProgram, Stage, Staged, Trace, ValueType, is_integer, rank_of, type_of
+from pdcompiler.core.ir import (
+    Function,
+    Program,
+    RankProgram,
+    Stage,
+    Staged,
+    Trace,
+    ValueType,
+    is_integer,
+    name_of,
+    rank_of,
+    type_of,
+)
 from pdcompiler.core.values import is_view
 
 EFFECTS = (ops.send, ops.recv, ops.start_recv, ops.finish_recv)
@@ -111,6 +123,7 @@ def verify_ranks(ranks: Sequence[RankProgram]) -> None:
     for program in ranks:
         program.graph.lint()
     _check_pairs(ranks)
+    _check_reductions(ranks)
     waits = (*EFFECTS, ops.all_reduce)
     walking = [_Rank(program, [n for n in program.graph.nodes if n.target in waits]) for program in ranks]
     sent: dict[str, int] = defaultdict(int)
@@ -198,6 +211,20 @@ def _check_pairs(ranks: Sequence[RankProgram]) -> None:
             same = isinstance(value, ValueType) and (value.shape, value.dtype) == expected
             if not same or any(send.meta[key] != receive.meta[key] for key in ("stage", "microbatch", "phase")):
                 raise VerifyError(f"channel {channel}, message {k}: {send.format_node()} meets {receive.format_node()}")
+
+
+def _check_reductions(ranks: Sequence[RankProgram]) -> None:
+    """The k-th reduction over the same ranks is of the same value on each of them."""
+    found: dict[Any, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for program in ranks:
+        for node in program.graph.nodes:
+            if node.target is ops.all_reduce:
+                found[node.kwargs["ranks"]][program.rank].append(f"{name_of(node)}: {type_of(node)}")
+    for group, on_rank in found.items():
+        first = on_rank[group[0]]
+        for rank in group:
+            if on_rank[rank] != first:
+                raise VerifyError(f"reductions over ranks {group}: {on_rank[rank]} on rank {rank}, {first} on rank {group[0]}")
 
 
 def _cycle(walking: list[_Rank]) -> str:

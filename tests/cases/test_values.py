@@ -96,7 +96,7 @@ def test_case_18_inputs_first_used_in_later_stages(schedule: str, world_size: in
     assert {value[1:] for value in sent} == {(torch.float64, (2, 4))} and len(sent) == 2 * 4 * (world_size - 1)
     inputs = [[node for node in rank.graph.nodes if node.op == "placeholder"] for rank in checked.pipe.ranks]
     read = [[str(node.target) for node in nodes if node.users] for nodes in inputs]
-    assert read[0] == ["x"] and "target" in read[-1] and "x" not in read[-1]
+    assert "x" in read[0] and not {"late", "target"} & set(read[0]) and "target" in read[-1] and "x" not in read[-1]
 
 
 @dataclass
@@ -148,7 +148,7 @@ CROSSINGS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Any], Tensor]
     "complex": (lambda h: torch.fft.rfft(h, dim=-1), lambda m, v: m.linear(torch.fft.irfft(v * 2, n=4, dim=-1))),
 }  # fmt: skip
 CROSSES = {
-    "transposed, not contiguous": (torch.float64, (2, 4, 3)), "bool mask of activations": (torch.bool, (2, 3, 4)),
+    "bool mask of activations": (torch.bool, (2, 3, 4)),
     "int64 into an Embedding": (torch.int64, (2, 3)), "0-d tensor": (torch.float64, ()), "complex": (torch.complex128, (2, 3, 3)),
 }  # fmt: skip
 
