@@ -7,9 +7,9 @@
     z = f(b)                                b = finish_recv(p1);  z = f(b)
     c = recv(channel="0->1")                ...
 
-At most `window` receives of a channel are open, so receive buffers do not grow with the number of microbatches. A receive is
-started where the one `window` before it stood, or at the beginning: never later than before this pass, in the same order per
-channel, so the proof against deadlock stays. It is finished right before its first reader.
+At most `window` receives of a channel are open ahead of their place, so receive buffers do not grow with the number of
+microbatches. A receive is started where the one `window` before it stood, or at the beginning: never later than before this
+pass, in the same order per channel, so the proof against deadlock stays. It is finished right before its first reader.
 """
 
 from __future__ import annotations

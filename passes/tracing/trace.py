@@ -14,7 +14,10 @@ from __future__ import annotations
 import contextlib
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -106,7 +109,9 @@ def _meta_to_fake(whole: nn.Module, mode: FakeTensorMode, device: torch.device) 
 def untouched(root: nn.Module) -> Iterator[None]:
     """Whatever runs inside, the attributes of every module and all random state are as before afterwards."""
     kept = [(module, dict(module.__dict__)) for module in root.modules()]
-    held = [(box, box.copy()) for _, attributes in kept for box in attributes.values() if isinstance(box, (dict, list, set))]
+    held: dict[int, tuple[Any, Any]] = {}
+    for _, attributes in kept:
+        _keep_containers(attributes.values(), held)
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
@@ -115,14 +120,26 @@ def untouched(root: nn.Module) -> Iterator[None]:
         for module, attributes in kept:
             module.__dict__.clear()
             module.__dict__.update(attributes)
-        for box, content in held:
+        for box, content in held.values():
             box.clear()
-            (box.extend if isinstance(box, list) else box.update)(content)
+            (box.update if isinstance(box, (dict, set)) else box.extend)(content)
         random.setstate(states[0])
         numpy.random.set_state(states[1])
         torch.set_rng_state(states[2])
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
+
+
+def _keep_containers(values: Iterable[Any], held: dict[int, tuple[Any, Any]]) -> None:
+    """Copies of the containers among `values` and inside them, and of the fields of plain data objects, by identity."""
+    for value in values:
+        is_data = is_dataclass(value) and not isinstance(value, type)
+        box = vars(value) if (is_data and hasattr(value, "__dict__")) or isinstance(value, SimpleNamespace) else value
+        if id(box) in held or not isinstance(box, (dict, list, set, deque, tuple)):
+            continue
+        if not isinstance(box, tuple):
+            held[id(box)] = (box, box.copy())
+        _keep_containers(list(box.values() if isinstance(box, dict) else box), held)
 
 
 @contextlib.contextmanager

@@ -92,23 +92,24 @@ def flatten(value: Any, name: str = "", unknown: Unknown = refuse) -> tuple[dict
     that is none of the above (by default it refuses).
     """
     tensors: dict[str, Tensor] = {}
-
-    def walk(part: Any, path: str) -> Structure:
-        if isinstance(part, Tensor):
-            tensors[path or "value"] = part
-            return Structure("tensor", Tensor)
-        if isinstance(part, PLAIN):
-            return Structure("plain", type(part), value=part)
-        named = _children(part)
-        if named is None:
-            return walk(unknown(path or "value", part), path)
-        kind, keys, parts = named
-        paths = [_join(path, key, kind) for key in keys]
-        children = tuple(walk(child, child_path) for child, child_path in zip(parts, paths, strict=True))
-        return Structure(kind, type(part), tuple(keys), children)
-
-    structure = walk(value, name)
+    structure = _take_apart(value, name, unknown, tensors)
     return tensors, structure
+
+
+def _take_apart(part: Any, path: str, unknown: Unknown, tensors: dict[str, Tensor]) -> Structure:
+    """The structure of a part; its tensors are added. (A closure that calls itself would be a cycle that keeps them alive.)"""
+    if isinstance(part, Tensor):
+        tensors[path or "value"] = part
+        return Structure("tensor", Tensor)
+    if isinstance(part, PLAIN):
+        return Structure("plain", type(part), value=part)
+    named = _children(part)
+    if named is None:
+        return _take_apart(unknown(path or "value", part), path, unknown, tensors)
+    kind, keys, parts = named
+    paths = [_join(path, key, kind) for key in keys]
+    children = tuple(_take_apart(child, at, unknown, tensors) for child, at in zip(parts, paths, strict=True))
+    return Structure(kind, type(part), tuple(keys), children)
 
 
 def _children(part: Any) -> tuple[str, list[Any], list[Any]] | None:
