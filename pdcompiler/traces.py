@@ -91,9 +91,11 @@ class Traces:
         try:
             return trace_model(self.request, batch, rows=hint, symbolic=True, gradients=gradients)
         except CompileError as error:
-            with contextlib.suppress(CompileError):
-                return trace_model(self.request, batch, rows=rows, symbolic=False, gradients=gradients)
-            if ambiguous := _ambiguous(batch):
+            ambiguous = _ambiguous(batch)
+            if rows > 1 or not ambiguous:
+                with contextlib.suppress(CompileError):
+                    return trace_model(self.request, batch, rows=rows, symbolic=False, gradients=gradients)
+            if ambiguous:
                 error.add_note(f"perhaps the inputs are not split as they should be; then say batch_dims for {ambiguous}")
             raise
 

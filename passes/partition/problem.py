@@ -21,6 +21,7 @@ from torch import fx
 from pdcompiler.core.ir import ROWS, ModuleCall, Trace, ValueType, cost_of, evaluate, is_backward, is_integer, module_of, type_of
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Flags, Floats, Problem
+from pdcompiler.core.value_type import estimate
 from pdcompiler.core.values import Origins, readers_of
 
 
@@ -71,8 +72,7 @@ def _seconds(trace: Trace, nodes: list[fx.Node], machine: Machine, rows: int) ->
     for node in trace.graph.nodes:
         if node.op == "call_function":
             index = at.get(node, place.get(node.meta.get("seq_nr"), len(nodes) - 1))
-            expression = machine.compute_seconds(cost_of(node))
-            seconds[index] += float(expression.subs(ROWS, rows)) if hasattr(expression, "subs") else expression
+            seconds[index] += estimate(machine.compute_seconds(cost_of(node)), rows)
     return seconds
 
 

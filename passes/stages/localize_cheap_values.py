@@ -22,8 +22,9 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from pdcompiler.core.ir import ROWS, Trace, ValueType, cost_of, is_backward, is_integer, stage_of, type_of
+from pdcompiler.core.ir import Trace, ValueType, cost_of, is_backward, is_integer, stage_of, type_of
 from pdcompiler.core.machine import Machine
+from pdcompiler.core.value_type import estimate
 from pdcompiler.core.values import Origins
 
 Function = tuple[int, bool]  # (stage, backward)
@@ -61,7 +62,7 @@ class _Localizer:
         made_of = [n for n in _ancestors(node) if n in origins.batch_values and _is_product(n)]
         flops = sum(cost_of(n).flops for n in made_of)
         seconds = flops / machine.flops_per_second - machine.transfer_seconds(type.nbytes())
-        return bool(seconds.subs(ROWS, rows) <= 0) if hasattr(seconds, "subs") else seconds <= 0
+        return estimate(seconds, rows) <= 0
 
     def is_cheap(self, node: fx.Node) -> bool:
         return node in self.weights or node in self.batch or node in self.integers

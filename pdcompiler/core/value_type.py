@@ -43,3 +43,8 @@ class ValueType:
 def evaluate(size: Integer, rows: int) -> int:
     """An integer expression at a number of rows."""
     return size if isinstance(size, int) else int(size.subs(ROWS, rows))
+
+
+def estimate(cost: sympy.Expr | float, rows: int) -> float:
+    """A cost at a number of rows; a size that depends on data counts as `rows`."""
+    return float(cost.subs(dict.fromkeys(cost.free_symbols, rows))) if isinstance(cost, sympy.Basic) else float(cost)
