@@ -1,14 +1,14 @@
 """What the cases of several files check on each rank: a step of a pipeline against the plain loop, for what this rank holds."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import pdcompiler
-from pdcompiler.pipeline import Pipeline
+from pdcompiler import Pipeline, StepResult
 from pdcompiler.testing import Observed, assert_close_by_tensor, assert_same, join_outputs, plain_step, rows_of, split_rows
 from tests.models import Example
 
@@ -19,7 +19,14 @@ def compile_example(example: Example, **options: Any) -> Pipeline:
     return pdcompiler.compile(example.model, dist.get_world_size(), **options)
 
 
-def check_step(pipe: Pipeline, example: Example, outputs: str = "all") -> Observed:
+def first_rows(example: Example, rows: int) -> Example:
+    """The example with a smaller batch."""
+    part = [value[:rows] for value in example.args], {name: value[:rows] for name, value in example.kwargs.items()}
+    target = None if example.target is None else example.target[:rows]
+    return dataclasses.replace(example, args=tuple(part[0]), kwargs=part[1], target=target)
+
+
+def check_step(pipe: Pipeline, example: Example, outputs: str = "all") -> StepResult:
     """One step from zero gradients: loss, outputs, this rank's gradients and buffers are those of the plain loop."""
     rows = rows_of(example.model, example.args, example.kwargs)
     sizes = split_rows(rows, pipe.schedule.microbatches)
@@ -38,7 +45,7 @@ def check_step(pipe: Pipeline, example: Example, outputs: str = "all") -> Observ
         assert result.outputs is None
     check_gradients(pipe, expected, example.tolerance)
     check_buffers(pipe, expected, example.tolerance)
-    return expected
+    return result
 
 
 def whole_outputs(example: Example) -> Any:
@@ -66,9 +73,3 @@ def check_buffers(pipe: Pipeline, expected: Observed, tolerance: float) -> None:
     dist.all_gather_object(everywhere, given)
     persistent = [name for name in expected.buffers if name in pipe.request.model.state_dict()]
     assert sorted(set().union(*everywhere)) == sorted(persistent)
-
-
-def held_bits(pipe: Pipeline, name: str) -> bytes | None:
-    """A parameter's memory on this rank, None where it is not held."""
-    parameter: nn.Parameter | None = dict(pipe.named_parameters()).get(name)
-    return None if parameter is None else parameter.detach().numpy().tobytes()

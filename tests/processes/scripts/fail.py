@@ -1,0 +1,74 @@
+"""Trains on the launched ranks until one of them fails in the way that is asked for; what this rank raised goes to a file.
+
+    RANK=1 WORLD_SIZE=3 ... python fail.py WAY FOLDER
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pdcompiler
+
+ROWS = 8
+
+
+class Net(nn.Module):
+    """Three stages: `first`, the `table` that is looked up, and `last`, which has the weight of `first`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.table = nn.Embedding(10, 8)
+        self.last = nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, rows: Tensor, ids: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(rows)) + self.table(ids)
+        result: Tensor = self.last(torch.relu(hidden))
+        return result
+
+
+def main(way: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rank = int(os.environ["RANK"])
+    if way == "late":
+        torch.distributed.init_process_group("gloo")  # a user's own, with its own long timeout
+    rows, ids, target = torch.randn(ROWS, 8), torch.arange(ROWS), torch.randn(ROWS, 8)
+    pipe = pdcompiler.compile(
+        Net(), 3, loss_fn=F.mse_loss, microbatches=4, partition=["table", "last"], timeout=10.0 if way == "late" else 300.0
+    )
+    pipe.step(rows, ids, target=target)
+    report = {"raised": None}
+    try:
+        for step in range(3):
+            if step == 1:
+                fail(way, rank, ids)
+            pipe.step(rows, ids, target=target)
+    except Exception as error:
+        report = {"raised": type(error).__name__, "message": str(error), "rank": getattr(error, "rank", None)}
+    (folder / f"{rank}.json").write_text(json.dumps(report))
+    sys.exit(report["raised"] is not None)
+
+
+def fail(way: str, rank: int, ids: Tensor) -> None:
+    """Here, if it is this rank's turn."""
+    if way == "index":
+        ids[5] = 99  # read by stage 1 alone, in microbatch 2
+    if way == f"kill {rank}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == f"stop {rank}":
+        sys.exit(0)
+    if way == "late" and rank == 1:
+        time.sleep(40)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

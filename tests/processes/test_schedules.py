@@ -1,0 +1,80 @@
+"""Every schedule, 1 to 4 ranks, 1 to 8 microbatches: ends, and is exact. Batches whose rows do not divide."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pdcompiler
+from pdcompiler.passes.schedules.named import SCHEDULES
+from pdcompiler.testing import assert_same, plain_eval
+from tests.models import ZOO
+from tests.processes.checks import check_step, compile_example, first_rows
+from tests.processes.pool import Pool
+
+pytestmark = pytest.mark.processes
+
+LIMIT = 20.0
+"""Seconds for a case: the pool ends what takes longer."""
+
+
+def check_mlp(schedule: str, microbatches: int, outputs: str) -> float:
+    """Gives this rank's loss."""
+    example = ZOO["mlp"]()
+    loss = check_step(compile_example(example, schedule=schedule, microbatches=microbatches), example, outputs).loss
+    assert loss is not None
+    return loss.item()
+
+
+@pytest.mark.parametrize("microbatches", range(1, 9))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_a_schedule_ends_and_every_rank_has_the_same_loss(
+    pool: Callable[[int], Pool], schedule: str, ranks: int, microbatches: int
+) -> None:
+    """Also with fewer microbatches than ranks."""
+    outputs = ("none", "last", "all")[microbatches % 3]
+    losses = pool(ranks).run(check_mlp, schedule, microbatches, outputs, timeout=LIMIT)
+    assert len(losses) == ranks
+    assert len(set(losses)) == 1
+
+
+def check_rows() -> None:
+    """One pipeline; full batches, smaller ones and back; fewer rows than microbatches; one row."""
+    example = ZOO["mlp"]()
+    pipe = compile_example(example, microbatches=4)
+    for rows in (8, 7, 3, 1, 8):
+        check_step(pipe, first_rows(example, rows))
+        part = first_rows(example, rows)
+        assert_same(pipe.eval_step(*part.args).outputs, plain_eval(example.model, part.args, {}), 1e-12, f"{rows} rows")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_rows(pool: Callable[[int], Pool], ranks: int) -> None:
+    pool(ranks).run(check_rows)
+
+
+class TaggedRows(torch.nn.Sequential):
+    """Row i holds i + 1 everywhere, and every stage leaves it as it is."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__(*(torch.nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(stages)))
+        for parameter in self.parameters():
+            torch.nn.init.eye_(parameter)
+
+
+def check_pairs() -> None:
+    rows = torch.arange(1.0, 9.0, dtype=torch.float64).unsqueeze(1).expand(8, 3).contiguous()
+    model = TaggedRows(dist.get_world_size())
+    cuts = [str(n) for n in range(1, len(model))]
+    pipe = pdcompiler.compile(model, dist.get_world_size(), microbatches=8, loss_fn=torch.nn.L1Loss(), partition=cuts)
+    met = pipe.step(rows, target=rows, outputs="all")
+    assert met.loss is not None and met.loss.item() == 0
+    assert torch.equal(met.outputs, rows)
+    missed = pipe.step(rows, target=rows.roll(1, 0))
+    assert missed.loss is not None and missed.loss.item() == (7 * 1 + 7) / 8
+
+
+def test_labels_and_outputs_of_a_microbatch_meet(pool: Callable[[int], Pool]) -> None:
+    pool(4).run(check_pairs)
