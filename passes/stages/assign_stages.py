@@ -43,15 +43,30 @@ class _Forward:
         self.last = len(partition.stages) - 1
         origins = Origins(trace)
         self.views = origins.weight_values - origins.parameter_values
+        self.floors: dict[fx.Node, int] = {}
 
     def assign(self) -> None:
+        groups = _together(self.trace)
+        self._walk()
+        while any([self._raise(group) for group in groups]):
+            self._walk()
+        self._settle_views()
+
+    def _walk(self) -> None:
         for node in self.trace.graph.nodes:
             if node.op == "call_function" and not is_backward(node):
                 node.meta["stage"] = self._stage(node)
-        self._settle_views()
+
+    def _raise(self, group: list[fx.Node]) -> bool:
+        """Let operations that may not be parted stand no lower than the highest of them; whether that moves one."""
+        highest = max(map(stage_of, group), default=0)
+        low = [node for node in group if stage_of(node) < highest]
+        self.floors |= dict.fromkeys(low, highest)
+        return bool(low)
 
     def _stage(self, node: fx.Node) -> int:
         lowest = max((stage_of(i) for i in node.all_input_nodes if i.op == "call_function" and i not in self.views), default=0)
+        lowest = max(lowest, self.floors.get(node, 0))
         owners = self.owners_read(node)
         call = self.calls.get(module_of(node))
         if (is_view(node) or is_integer(node)) and not owners:
@@ -97,6 +112,19 @@ class _Forward:
                 readers = [stage_of(user) for user in node.users if "stage" in user.meta and not is_backward(user)]
                 if readers:
                     node.meta["stage"] = min(readers)
+
+
+def _together(trace: Trace) -> list[list[fx.Node]]:
+    """Forward operations that may not be parted: what reads a buffer that forward writes, with what makes its new value; a value
+    of data-dependent shape with what reads it. Rule 4 alone could leave some of them on a lower stage than the others."""
+    forward = [node for node in trace.graph.nodes if node.op == "call_function" and not is_backward(node)]
+    written = {trace.canonical[output.name]: [node] for output, node in trace.output_nodes() if output.kind == "buffer" and node in forward}
+    for placeholder in trace.graph.find_nodes(op="placeholder"):
+        meaning = trace.inputs[placeholder.name]
+        if meaning.kind == "buffer" and trace.canonical[meaning.name] in written:
+            written[trace.canonical[meaning.name]] += [user for user in placeholder.users if user in forward]
+    shaped = [[node, *(user for user in node.users if user in forward)] for node in forward if has_data_dependent_shape(type_of(node))]
+    return [*written.values(), *shaped]
 
 
 def _assign_backward(trace: Trace, forward: _Forward) -> None:
