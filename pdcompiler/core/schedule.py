@@ -120,6 +120,8 @@ class Schedule:
 
     def check(self) -> Schedule:
         """Raise CompileError unless every stage has one rank and runs F and then B of every microbatch exactly once."""
+        if not any(self.ranks):
+            raise CompileError("the schedule is empty")
         where: dict[int, int] = {}
         seen: dict[Action, int] = {}
         for rank, actions in enumerate(self.ranks):

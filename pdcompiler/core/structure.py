@@ -99,6 +99,8 @@ def flatten(value: Any, name: str = "", unknown: Unknown = refuse) -> tuple[dict
 def _take_apart(part: Any, path: str, unknown: Unknown, tensors: dict[str, Tensor]) -> Structure:
     """The structure of a part; its tensors are added. (A closure that calls itself would be a cycle that keeps them alive.)"""
     if isinstance(part, Tensor):
+        if (path or "value") in tensors:
+            raise CompileError(f"two tensors are called {path}", ways_out=("rename a key of the dicts that hold them",))
         tensors[path or "value"] = part
         return Structure("tensor", Tensor)
     if isinstance(part, PLAIN):

@@ -1,6 +1,6 @@
 """Laws of the passes, on random models: a program is the model at every moment, and ranks hold and say what they should.
 
-The laws of schedules stand in tests/passes/schedules/test_named.py.
+The laws of schedules stand in test_schedules.py.
 """
 
 from __future__ import annotations
