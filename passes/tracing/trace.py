@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
@@ -32,9 +31,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from pdcompiler.core.batch import Batch
 from pdcompiler.core.errors import CompileError
+from pdcompiler.core.explain import explain_failure
 from pdcompiler.core.ir import Captured, Input, Output
 from pdcompiler.core.loss import LossFunction, Whole
-from pdcompiler.core.provenance import OURS, TORCH, provenance
+from pdcompiler.core.provenance import provenance
 
 
 def capture_joint(
@@ -68,7 +68,7 @@ def capture_joint(
         except CompileError:
             raise
         except Exception as error:
-            raise _explain(error) from error
+            raise explain_failure(error, model) from error
         symbol = _row_symbol(inputs, batch)
         return _captured(captured.graph_module, whole, batch, shapes, symbol, rows)
 
@@ -110,8 +110,9 @@ def untouched(root: nn.Module) -> Iterator[None]:
     """Whatever runs inside, the attributes of every module and all random state are as before afterwards."""
     kept = [(module, dict(module.__dict__)) for module in root.modules()]
     held: dict[int, tuple[Any, Any]] = {}
+    lifted = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}  # inputs of the trace: never written
     for _, attributes in kept:
-        _keep_containers(attributes.values(), held)
+        _keep(attributes.values(), held, lifted)
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
@@ -121,8 +122,7 @@ def untouched(root: nn.Module) -> Iterator[None]:
             module.__dict__.clear()
             module.__dict__.update(attributes)
         for box, content in held.values():
-            box.clear()
-            (box.update if isinstance(box, (dict, set)) else box.extend)(content)
+            _put_back(box, content)
         random.setstate(states[0])
         numpy.random.set_state(states[1])
         torch.set_rng_state(states[2])
@@ -130,16 +130,29 @@ def untouched(root: nn.Module) -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
 
 
-def _keep_containers(values: Iterable[Any], held: dict[int, tuple[Any, Any]]) -> None:
-    """Copies of the containers among `values` and inside them, and of the fields of plain data objects, by identity."""
+def _keep(values: Iterable[Any], held: dict[int, tuple[Any, Any]], lifted: set[int]) -> None:
+    """Copies, by identity, of what forward might change: containers, fields of plain data objects, tensors; also inside each."""
     for value in values:
         is_data = is_dataclass(value) and not isinstance(value, type)
         box = vars(value) if (is_data and hasattr(value, "__dict__")) or isinstance(value, SimpleNamespace) else value
-        if id(box) in held or not isinstance(box, (dict, list, set, deque, tuple)):
+        if id(box) in held or id(box) in lifted:
             continue
-        if not isinstance(box, tuple):
+        if isinstance(box, Tensor) and not box.is_meta:
+            held[id(box)] = (box, (box._version, box.detach().clone()))
+        elif isinstance(box, (dict, list, set, deque)):
             held[id(box)] = (box, box.copy())
-        _keep_containers(list(box.values() if isinstance(box, dict) else box), held)
+        if isinstance(box, (dict, list, set, deque, tuple)):
+            _keep(list(box.values() if isinstance(box, dict) else box), held, lifted)
+
+
+def _put_back(box: Any, content: Any) -> None:
+    if isinstance(box, Tensor):
+        version, values = content
+        if box._version != version:
+            box.detach().copy_(values)
+        return
+    box.clear()
+    (box.update if isinstance(box, (dict, set)) else box.extend)(content)
 
 
 @contextlib.contextmanager
@@ -151,24 +164,6 @@ def _exporting() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
-
-
-def _explain(error: Exception) -> CompileError:
-    """The user's line and the ways out for an exception that came out of tracing."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((TORCH, OURS, "<", __file__))]
-    where = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
-    kind = type(error).__name__
-    reason = (str(error).strip().splitlines() or [kind])[0]
-    if "DataDependent" in kind or "Unbacked" in str(error) or "data-dependent" in str(error).lower():
-        return CompileError(
-            f"the model decides by the values of a tensor, which are not known when it is compiled ({kind}: {reason})",
-            where=where,
-            ways_out=(
-                "write the choice with torch.where (both sides are computed), or torch.cond",
-                "decide outside of the model and pass the answer as a Python value: forward(x, flag=True)",
-            ),
-        )
-    return CompileError(f"the model cannot be traced: {kind}: {reason}", where=where)
 
 
 def _captured(
