@@ -15,7 +15,7 @@ user must know is found: gradients that a custom Function injects whatever the l
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -34,8 +34,12 @@ strides (native_batch_norm's does). A reshape means the same and takes any layou
 SUMS = (aten.add.Tensor, aten.sub.Tensor)
 PRODUCTS = (aten.mul.Tensor, aten.mm.default, aten.bmm.default)
 IDENTITIES = (aten.detach.default, aten.alias.default)
-ARITHMETIC = {"Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "Mod": operator.mod}
-ARITHMETIC["PythonMod"] = operator.mod
+ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod,
+    "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv, "ToFloat": float, "FloatPow": operator.pow,
+    "Max": max, "Min": min,
+}  # fmt: skip
+"""By the names of sympy's and torch's classes: what takes two numbers is applied from left to right."""
 
 
 def read_trace(captured: Captured) -> Trace:
@@ -127,9 +131,9 @@ class _Reader:
         return copy
 
     def _integer(self, expression: sympy.Expr) -> Any:
-        """An integer as arithmetic on `rows`."""
-        if expression.is_Integer:
-            return int(expression)
+        """An integer, or a number made of integers, as arithmetic on `rows`."""
+        if expression.is_Number:
+            return int(expression) if expression.is_Integer else float(expression)
         if expression not in self.integers:
             operation = ARITHMETIC.get(type(expression).__name__)
             parts = [self._integer(part) for part in expression.args]
@@ -138,8 +142,8 @@ class _Reader:
             if operation is None:
                 raise CompileError(f"the model computes with the number of rows in a way that is not supported: {expression}")
             node = parts[0]
-            for part in parts[1:]:
-                node = self.graph.call_function(operation, (node, part))
+            for further in [(part,) for part in parts[1:]] or [()]:
+                node = self.graph.call_function(operation, (node, *further))
                 node.meta.update(type=expression, module=ModuleCall(""), backward=False)
             self.integers[expression] = node
         return self.integers[expression]

@@ -102,18 +102,19 @@ def test_a_trace_for_one_number_of_rows_has_plain_integers() -> None:
 
 
 class Arithmetic(nn.Module):
-    """Integers of every kind that shapes make."""
+    """Integers of every kind that shapes make, and fractions."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         sizes = (rows * rows, rows // 2, rows % 3 + 1, 3 * rows - 1)
-        return torch.cat([x.new_full((size,), place) for place, size in enumerate(sizes)])
+        numbers = torch.cat([x.new_full((size,), place) for place, size in enumerate(sizes)])
+        return numbers * (1 / rows) + rows**0.5
 
 
 def test_integers_are_arithmetic_on_the_rows() -> None:
     trace = trace_of(Arithmetic(), torch.zeros(4, 2), rows=7, gradients=False)
     used = {node.target for node in trace.graph.nodes if getattr(node.target, "__module__", "") == "_operator"}
-    assert used == {operator.pow, operator.floordiv, operator.mod, operator.add, operator.mul}
+    assert used == {operator.pow, operator.floordiv, operator.mod, operator.add, operator.mul, operator.truediv}
     run = fx.GraphModule({}, trace.graph)
     for rows in (2, 5, 8):
         assert torch.equal(run(torch.zeros(rows, 2), rows)[0], Arithmetic()(torch.zeros(rows, 2)))
