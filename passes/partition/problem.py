@@ -18,7 +18,18 @@ import numpy
 import numpy.typing
 from torch import fx
 
-from pdcompiler.core.ir import ROWS, ModuleCall, Trace, ValueType, cost_of, evaluate, is_backward, is_integer, module_of, type_of
+from pdcompiler.core.ir import (
+    ModuleCall,
+    Trace,
+    ValueType,
+    cost_of,
+    evaluate,
+    has_data_dependent_shape,
+    is_backward,
+    is_integer,
+    module_of,
+    type_of,
+)
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Flags, Floats, Problem
 from pdcompiler.core.value_type import estimate
@@ -40,7 +51,7 @@ def make_problem(trace: Trace, machine: Machine, rows: int) -> Problem:
             continue
         between = slice(place[node] + 1, last + 1)
         type = type_of(node)
-        if not isinstance(type, ValueType) or any(_data_dependent(size) for size in type.shape):
+        if not isinstance(type, ValueType) or has_data_dependent_shape(type):
             legal[between] = False
         else:
             sent[between] += evaluate(type.nbytes(), rows)
@@ -74,10 +85,6 @@ def _seconds(trace: Trace, nodes: list[fx.Node], machine: Machine, rows: int) ->
             index = at.get(node, place.get(node.meta.get("seq_nr"), len(nodes) - 1))
             seconds[index] += estimate(machine.compute_seconds(cost_of(node)), rows)
     return seconds
-
-
-def _data_dependent(size: object) -> bool:
-    return bool(getattr(size, "free_symbols", set()) - {ROWS})
 
 
 def _written_buffers(trace: Trace, place: dict[fx.Node, int]) -> list[tuple[int, int]]:

@@ -7,9 +7,11 @@ Forward, in graph order, four rules:
 3. the other operations of a module call that has a stage stand there;
 4. the rest takes the lowest legal stage, the highest of its inputs.
 
-Backward: the stage of the forward operation that caused it (seq_nr), or of a later value that it reads; then lowered to the lowest stage among the backward
-operations that feed it, since the sums that autograd makes of several gradients carry a wrong seq_nr, and to an owner of the
-parameter that it reads (a custom Function may save one that its forward does not read).
+Operations that may not be parted stand on the highest of their stages.
+
+Backward: the stage of the forward operation that caused it (seq_nr), or of a later value that it reads; then lowered to the
+lowest stage among the backward operations that feed it, since the sums that autograd makes of several gradients carry a wrong
+seq_nr, and to an owner of the parameter that it reads (a custom Function may save one that its forward does not read).
 
 No assignment can be wrong, since what crosses stages is dataflow, as long as no edge runs the wrong way; that is checked.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 from torch import fx
 
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.ir import Trace, is_backward, is_integer, module_of, stage_of, where
+from pdcompiler.core.ir import Trace, has_data_dependent_shape, is_backward, is_integer, module_of, stage_of, type_of, where
 from pdcompiler.core.partition import Partition
 from pdcompiler.core.values import Origins, is_view
 
@@ -118,7 +120,8 @@ def _together(trace: Trace) -> list[list[fx.Node]]:
     """Forward operations that may not be parted: what reads a buffer that forward writes, with what makes its new value; a value
     of data-dependent shape with what reads it. Rule 4 alone could leave some of them on a lower stage than the others."""
     forward = [node for node in trace.graph.nodes if node.op == "call_function" and not is_backward(node)]
-    written = {trace.canonical[output.name]: [node] for output, node in trace.output_nodes() if output.kind == "buffer" and node in forward}
+    new = [(output.name, node) for output, node in trace.output_nodes() if output.kind == "buffer" and node in forward]
+    written = {trace.canonical[name]: [node] for name, node in new}
     for placeholder in trace.graph.find_nodes(op="placeholder"):
         meaning = trace.inputs[placeholder.name]
         if meaning.kind == "buffer" and trace.canonical[meaning.name] in written:

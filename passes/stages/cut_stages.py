@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.ir import ROWS, Function, Stage, Staged, Trace, ValueType, is_backward, stage_of, type_of, where
+from pdcompiler.core.ir import Function, Stage, Staged, Trace, ValueType, has_data_dependent_shape, is_backward, stage_of, type_of, where
 from pdcompiler.core.partition import Partition
 from pdcompiler.core.values import is_view
 
@@ -92,7 +92,7 @@ class _Cutter:
 
     def _cross(self, source: fx.Node, to: _Part) -> None:
         type = type_of(source)
-        if not isinstance(type, ValueType) or any(getattr(size, "free_symbols", set()) - {ROWS} for size in type.shape):
+        if not isinstance(type, ValueType) or has_data_dependent_shape(type):
             raise CompileError(
                 f"a value whose shape depends on data would cross stages: {type}", where=where(source),
                 ways_out=("begin the stages elsewhere, so that it stays within one",),

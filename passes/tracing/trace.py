@@ -197,7 +197,19 @@ def _input(described: Any, names: list[str]) -> Input:
         return Input("batch", names[described.idx])
     if kind == "TangentAOTInput" and type(described.output).__name__ == "PlainAOTOutput" and described.output.idx == 0:
         return Input("loss_weight", "loss_weight")
+    if kind == "TangentAOTInput" and type(described.output).__name__ == "InputMutationAOTOutput":
+        raise _mutation(described.output.mutated_input)
     raise CompileError(f"the model's inputs have a form that is not supported: {described}")
+
+
+def _mutation(mutated: Any) -> CompileError:
+    """What is changed in place and may not be (a buffer only by a value that has a gradient)."""
+    if type(mutated).__name__ == "BufferAOTInput":
+        buffer = f"forward writes a value that has a gradient to buffer {_name(mutated.target)}"
+        return CompileError(buffer, ways_out=("write its detach()", "write it under torch.no_grad()"))
+    is_parameter = type(mutated).__name__ == "ParamAOTInput"
+    what = f"parameter {_name(mutated.target)}" if is_parameter else f"input {mutated.expr()}"
+    return CompileError(f"forward changes the {what} in place", ways_out=("change a copy", "do it after the step, outside of forward"))
 
 
 def _output(described: Any, has_loss: bool) -> Output | None:
@@ -211,14 +223,9 @@ def _output(described: Any, has_loss: bool) -> Output | None:
     if kind == "GradAOTOutput" and type(described.grad_of).__name__ == "ParamAOTInput":
         return Output("gradient", _name(described.grad_of.target))
     if kind == "InputMutationAOTOutput":
-        mutated = type(described.mutated_input).__name__
-        if mutated == "BufferAOTInput":
+        if type(described.mutated_input).__name__ == "BufferAOTInput":
             return Output("buffer", _name(described.mutated_input.target))
-        what = "parameter" if mutated == "ParamAOTInput" else "input"
-        name = _name(described.mutated_input.target) if what == "parameter" else described.mutated_input.expr()
-        raise CompileError(
-            f"forward changes the {what} {name} in place", ways_out=("change a copy", "do it after the step, outside of forward")
-        )
+        raise _mutation(described.mutated_input)
     raise CompileError(f"the model's outputs have a form that is not supported: {described}")
 
 

@@ -26,6 +26,7 @@ from pdcompiler.core.value_type import ROWS as ROWS
 from pdcompiler.core.value_type import Integer as Integer
 from pdcompiler.core.value_type import ValueType as ValueType
 from pdcompiler.core.value_type import evaluate as evaluate
+from pdcompiler.core.value_type import has_data_dependent_shape as has_data_dependent_shape
 
 
 @dataclass(frozen=True)

@@ -48,3 +48,8 @@ def evaluate(size: Integer, rows: int) -> int:
 def estimate(cost: sympy.Expr | float, rows: int) -> float:
     """A cost at a number of rows; a size that depends on data counts as `rows`."""
     return float(cost.subs(dict.fromkeys(cost.free_symbols, rows))) if isinstance(cost, sympy.Basic) else float(cost)
+
+
+def has_data_dependent_shape(type: object) -> bool:
+    """Whether a tensor's sizes depend on the values of others (as of `nonzero`), not on the number of rows alone."""
+    return isinstance(type, ValueType) and any(getattr(size, "free_symbols", set()) - {ROWS} for size in type.shape)
