@@ -47,9 +47,11 @@ def _reads(user: fx.Node, rank: int, copy: fx.Node) -> bool:
 
 
 def _after_call(node: fx.Node) -> fx.Node:
-    """The node before which a value's transfer stands: behind the value and the other results of its call."""
+    """The node before which a value's transfer stands: behind the value, the other results of its call, and their transfers."""
     following = node.next
-    while following.target is operator.getitem and following.all_input_nodes[0] in node.all_input_nodes[:1]:
+    while following.target is ops.transfer or (
+        following.target is operator.getitem and following.all_input_nodes[0] in node.all_input_nodes[:1]
+    ):
         following = following.next
     return following
 

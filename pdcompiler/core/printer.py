@@ -85,7 +85,7 @@ def _lines(node: fx.Node, items: Mapping[int, fx.Node], names: Names) -> Iterato
     elif items:
         left = [names[items[place]] if place in items else "_" for place in range(max(items) + 1)]
         yield f"{', '.join(left)} = {_call(node, names)}"
-    elif not node.users and node.is_impure():
+    elif not node.users and node.op == "call_function" and node.is_impure():
         yield _call(node, names)
     else:
         yield f"{names[node]} = {_call(node, names)}"

@@ -24,7 +24,8 @@ def problem(
     graph = fx.Graph()
     nodes = [graph.placeholder(f"operation_{place}") for place in range(len(seconds))]
     bytes_sent = numpy.array(sent or [0.0] * len(seconds))
-    return Problem(nodes, numpy.array(seconds), bytes_sent, numpy.ones(len(seconds)), legal, numpy.ones(len(seconds), bool), machine)
+    messages, starts = numpy.ones(len(seconds)), numpy.ones(len(seconds), dtype=bool)
+    return Problem(nodes, numpy.array(seconds), bytes_sent, messages, legal, starts, machine)
 
 
 def slowest(one: Problem, cuts: tuple[int, ...]) -> float:
