@@ -106,15 +106,9 @@ def compile_program(request: Request, step: Step, schedule: Schedule, holders: M
 
 def compile_ranks(request: Request, program: Program) -> tuple[RankProgram, ...]:
     """One program per rank, proved free of deadlock."""
-    ranks = split_ranks(program)
-    window = receive_window(program)
-    verify_ranks(ranks)
-    for rank in ranks:
-        reuse_memory(rank)
-        if request.overlap:
-            overlap_transfers(rank, window)
-    verify_ranks(ranks)
-    return ranks
+    window = receive_window(program) if request.overlap else {}
+    passes = [on_each(reuse_memory), on_each(bind(overlap_transfers, window=window))]
+    return run_passes(split_ranks(program), passes, verify_ranks, request.watch)
 
 
 def receive_window(program: Program) -> dict[str, int]:
@@ -135,6 +129,16 @@ def bind(apply: Callable[..., Any], **options: Any) -> Callable[[Any], Any]:
 
     def bound(value: Any) -> Any:
         return apply(value, **options)
+
+    bound.__name__ = getattr(apply, "__name__", "pass")
+    return bound
+
+
+def on_each(apply: Callable[[RankProgram], RankProgram]) -> Callable[[tuple[RankProgram, ...]], tuple[RankProgram, ...]]:
+    """A pass on one rank's program as a pass on all ranks'."""
+
+    def bound(programs: tuple[RankProgram, ...]) -> tuple[RankProgram, ...]:
+        return tuple(apply(program) for program in programs)
 
     bound.__name__ = getattr(apply, "__name__", "pass")
     return bound

@@ -68,6 +68,7 @@ def compile(
         CompileError: what cannot be compiled, with the place and the ways out, before any process group is made.
     """
     running = _check(world_size)
+    _check_loss(loss_fn)
     schedule = _schedule(schedule, world_size, microbatches)
     held_on = _device(model, device)
     on_cuda = (held_on or next(iter(model.parameters()), torch.empty(0)).device).type == "cuda"
@@ -87,6 +88,12 @@ def _check(world_size: int) -> tuple[int, int] | None:
     if running is not None and running[1] != world_size:
         raise CompileError(f"world_size is {world_size}, but {running[1]} processes were launched")
     return running
+
+
+def _check_loss(loss_fn: LossFunction | None) -> None:
+    names = [name for name, _ in loss_fn.named_parameters()] if isinstance(loss_fn, nn.Module) else []
+    if names:
+        raise CompileError(f"loss_fn has parameters of its own: {', '.join(names)}", ways_out=("make it a part of the model",))
 
 
 def _schedule(schedule: str | Schedule, world_size: int, microbatches: int | None) -> Schedule:

@@ -25,11 +25,11 @@ from pdcompiler.core.ir import RankProgram
 
 
 def overlap_transfers(program: RankProgram, window: Mapping[str, int]) -> RankProgram:
-    """window: per channel, how many receives may be open."""
+    """window: per channel, how many receives may be open; a channel that is not in it is left alone."""
     graph = program.graph
     channels: dict[str, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        if node.target is ops.recv:
+        if node.target is ops.recv and node.kwargs["channel"] in window:
             channels[str(node.kwargs["channel"])].append(node)
     place = {node: i for i, node in enumerate(graph.nodes)}  # of readers; starts never are
     first = next(node for node in graph.nodes if node.op != "placeholder")
