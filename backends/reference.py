@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from pdcompiler.core import ops
 from pdcompiler.core.errors import DeadlockError
 from pdcompiler.core.ir import Input, Program, RankProgram, Trace
+from pdcompiler.core.printer import show_node
 
 Tensors = tuple[Tensor, ...]
 Held = Callable[[int, int], Tensors]
@@ -214,7 +215,7 @@ class _Rank:
 
     def waits_for(self) -> str:
         """For a message: where this rank stands."""
-        return f"rank {self.program.rank} waits at {self.nodes[self.at].format_node()}"
+        return f"rank {self.program.rank} waits at {show_node(self.nodes[self.at])}"
 
 
 def _given(argument: Any, values: Mapping[fx.Node, Any]) -> Any:

@@ -38,6 +38,11 @@ def show(level: Trace | Staged | Stage | Program | RankProgram | fx.Graph) -> st
     return _graph(graph, {node: node.name for node in graph.nodes}, _nothing if isinstance(level, RankProgram) else _where)
 
 
+def show_node(node: fx.Node) -> str:
+    """One node's line, for messages."""
+    return "\n".join(_lines(node, {}, {n: n.name for n in (node, *node.all_input_nodes)}))
+
+
 def _function(title: str, function: Function) -> str:
     nodes = function.module.graph.nodes
     body = _graph(function.module.graph, {node: node.name for node in nodes}, _nothing, inputs=False)
@@ -71,7 +76,7 @@ def _items_behind(node: fx.Node) -> dict[int, fx.Node]:
 def _lines(node: fx.Node, items: Mapping[int, fx.Node], names: Names) -> Iterator[str]:
     if node.op == "output":
         results = node.args[0]
-        by_rank = isinstance(results, dict) and all(isinstance(rank, int) for rank in results)
+        by_rank = isinstance(results, dict) and results and all(isinstance(rank, int) for rank in results)
         given = [(f"  # rank {rank}", part) for rank, part in results.items()] if by_rank else [("", results)]  # type: ignore[union-attr]
         for rank, part in given:
             yield f"return {_results(part, names)}{rank}"

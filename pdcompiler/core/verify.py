@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -30,6 +30,7 @@ from pdcompiler.core.ir import (
     rank_of,
     type_of,
 )
+from pdcompiler.core.printer import show_node
 from pdcompiler.core.values import is_view
 
 EFFECTS = (ops.send, ops.recv, ops.start_recv, ops.finish_recv)
@@ -115,7 +116,6 @@ class _Rank:
     program: RankProgram
     nodes: list[fx.Node]
     at: int = 0
-    posted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
 def verify_ranks(ranks: Sequence[RankProgram]) -> None:
@@ -184,8 +184,13 @@ def _advance(
 def _all_at(node: fx.Node, walking: list[_Rank]) -> bool:
     """Whether all ranks of a reduction stand at one with the same ranks."""
     ranks: Any = node.kwargs["ranks"]
-    here = [walking[r].nodes[walking[r].at] if walking[r].at < len(walking[r].nodes) else None for r in ranks]
-    return all(other is not None and other.target is ops.all_reduce and other.kwargs["ranks"] == ranks for other in here)
+    return all(_is_at(walking[r], node) for r in ranks)
+
+
+def _is_at(rank: _Rank, reduction: fx.Node) -> bool:
+    """Whether a rank stands at a reduction with the same ranks."""
+    here = rank.nodes[rank.at] if rank.at < len(rank.nodes) else None
+    return here is not None and here.target is ops.all_reduce and here.kwargs["ranks"] == reduction.kwargs["ranks"]
 
 
 def _pass_together(node: fx.Node, walking: list[_Rank]) -> None:
@@ -210,7 +215,7 @@ def _check_pairs(ranks: Sequence[RankProgram]) -> None:
             expected, value = (receive.kwargs["shape"], receive.kwargs["dtype"]), type_of(send)
             same = isinstance(value, ValueType) and (value.shape, value.dtype) == expected
             if not same or any(send.meta[key] != receive.meta[key] for key in ("stage", "microbatch", "phase")):
-                raise VerifyError(f"channel {channel}, message {k}: {send.format_node()} meets {receive.format_node()}")
+                raise VerifyError(f"channel {channel}, message {k}: {show_node(send)} meets {show_node(receive)}")
 
 
 def _check_reductions(ranks: Sequence[RankProgram]) -> None:
@@ -236,7 +241,7 @@ def _cycle(walking: list[_Rank]) -> str:
             begun: Any = node.args[0] if node.target is ops.finish_recv else node
             partner = begun.kwargs.get("to", begun.kwargs.get("frm"))
             if partner is None:
-                partner = next(r for r in begun.kwargs["ranks"] if r != index)
+                partner = next(r for r in begun.kwargs["ranks"] if not _is_at(walking[r], node))
             waits[index] = (int(partner), node)
     cycles = []
     for start in waits:
@@ -246,5 +251,5 @@ def _cycle(walking: list[_Rank]) -> str:
         if nearest is not None:
             cycles.append(path[path.index(nearest) :])
     shortest = min(cycles, key=len) if cycles else list(waits)
-    lines = [f"  rank {r} waits for rank {waits[r][0]} at {waits[r][1].format_node()}" for r in shortest if r in waits]
+    lines = [f"  rank {r} waits for rank {waits[r][0]} at {show_node(waits[r][1])}" for r in shortest if r in waits]
     return "\n".join(["the ranks' programs wait for each other:", *lines])
