@@ -30,7 +30,9 @@ class Traces:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.modules, self.parameters = tuple(request.model.modules()), tuple(request.model.parameters())
+        parts = [part for part in (request.model, request.loss_fn) if isinstance(part, nn.Module)]
+        self.modules = tuple(module for part in parts for module in part.modules())
+        self.parameters = tuple(request.model.parameters())
         self.partition: Partition | None = None
         self.made: dict[Any, list[tuple[Trace, Staged]]] = {}
         self.dims: dict[Any, tuple[int | None, ...]] = {}

@@ -119,15 +119,15 @@ class _Forward:
 def _together(trace: Trace) -> list[list[fx.Node]]:
     """Forward operations that may not be parted: what reads a buffer that forward writes, with what makes its new value; a value
     of data-dependent shape with what reads it. Rule 4 alone could leave some of them on a lower stage than the others."""
-    forward = [node for node in trace.graph.nodes if node.op == "call_function" and not is_backward(node)]
+    forward = dict.fromkeys(node for node in trace.graph.nodes if node.op == "call_function" and not is_backward(node))
     new = [(output.name, node) for output, node in trace.output_nodes() if output.kind == "buffer" and node in forward]
     written = {trace.canonical[name]: [node] for name, node in new}
     for placeholder in trace.graph.find_nodes(op="placeholder"):
         meaning = trace.inputs[placeholder.name]
         if meaning.kind == "buffer" and trace.canonical[meaning.name] in written:
             written[trace.canonical[meaning.name]] += [user for user in placeholder.users if user in forward]
-    shaped = [[node, *(user for user in node.users if user in forward)] for node in forward if has_data_dependent_shape(type_of(node))]
-    return [*written.values(), *shaped]
+    shaped = [node for node in forward if has_data_dependent_shape(type_of(node))]
+    return [*written.values(), *([node, *(user for user in node.users if user in forward)] for node in shaped)]
 
 
 def _assign_backward(trace: Trace, forward: _Forward) -> None:

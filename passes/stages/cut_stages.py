@@ -22,7 +22,18 @@ import torch
 from torch import fx
 
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.ir import Function, Stage, Staged, Trace, ValueType, has_data_dependent_shape, is_backward, stage_of, type_of, where
+from pdcompiler.core.ir import (
+    Function,
+    Stage,
+    Staged,
+    Trace,
+    ValueType,
+    has_data_dependent_shape,
+    is_backward,
+    stage_of,
+    type_of,
+    where,
+)
 from pdcompiler.core.partition import Partition
 from pdcompiler.core.values import is_view
 

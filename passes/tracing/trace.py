@@ -174,7 +174,7 @@ def _captured(
     inputs = [_input(node.meta["desc"], names) for node in placeholders]
     output = module.graph.output_node()
     has_loss = whole.found.has_loss
-    outputs = [_output(described, has_loss) for described in output.meta["desc"]]
+    outputs = [_output(described, has_loss, names) for described in output.meta["desc"]]
     assert whole.found.structure is not None
     return Captured(
         module, inputs, outputs, whole.found.structure, tuple(whole.found.left_out), whole.canonical(), symbol,
@@ -198,21 +198,22 @@ def _input(described: Any, names: list[str]) -> Input:
     if kind == "TangentAOTInput" and type(described.output).__name__ == "PlainAOTOutput" and described.output.idx == 0:
         return Input("loss_weight", "loss_weight")
     if kind == "TangentAOTInput" and type(described.output).__name__ == "InputMutationAOTOutput":
-        raise _mutation(described.output.mutated_input)
+        raise _mutation(described.output.mutated_input, names)
     raise CompileError(f"the model's inputs have a form that is not supported: {described}")
 
 
-def _mutation(mutated: Any) -> CompileError:
+def _mutation(mutated: Any, names: list[str]) -> CompileError:
     """What is changed in place and may not be (a buffer only by a value that has a gradient)."""
     if type(mutated).__name__ == "BufferAOTInput":
         buffer = f"forward writes a value that has a gradient to buffer {_name(mutated.target)}"
         return CompileError(buffer, ways_out=("write its detach()", "write it under torch.no_grad()"))
     is_parameter = type(mutated).__name__ == "ParamAOTInput"
-    what = f"parameter {_name(mutated.target)}" if is_parameter else f"input {mutated.expr()}"
-    return CompileError(f"forward changes the {what} in place", ways_out=("change a copy", "do it after the step, outside of forward"))
+    what = f"parameter {_name(mutated.target)}" if is_parameter else f"input {names[mutated.idx]}"
+    ways_out = ("change a copy", "do it after the step, outside of forward")
+    return CompileError(f"forward changes the {what} in place", ways_out=ways_out)
 
 
-def _output(described: Any, has_loss: bool) -> Output | None:
+def _output(described: Any, has_loss: bool, names: list[str]) -> Output | None:
     """What an output of the joint graph is; None for the gradients of what needs none."""
     if described is None:
         return None
@@ -225,7 +226,7 @@ def _output(described: Any, has_loss: bool) -> Output | None:
     if kind == "InputMutationAOTOutput":
         if type(described.mutated_input).__name__ == "BufferAOTInput":
             return Output("buffer", _name(described.mutated_input.target))
-        raise _mutation(described.mutated_input)
+        raise _mutation(described.mutated_input, names)
     raise CompileError(f"the model's outputs have a form that is not supported: {described}")
 
 

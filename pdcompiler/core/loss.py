@@ -66,11 +66,20 @@ class Whole(nn.Module):
         loss = find_loss(outputs, target, self.loss_fn)
         if loss is None:
             if torch.is_grad_enabled():
+                what = f"a tensor of shape {_shape(outputs)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
                 raise CompileError(
-                    f"no loss to be found in the model's output ({type(outputs).__name__})",
-                    ways_out=("compile with loss_fn=, a function of (outputs, target)", "let the model return its loss"),
+                    f"no loss to be found in the model's output, {what}",
+                    ways_out=(
+                        "compile with loss_fn=, a function of (outputs, target)",
+                        "let the model return its loss (a Hugging Face model does so when it is given labels)",
+                    ),
                 )
             return None
+        if not isinstance(loss, Tensor):
+            raise CompileError(
+                f"the loss is a {type(loss).__name__}, a training step needs a tensor of one number",
+                ways_out=("compute it from the outputs with torch",),
+            )
         if loss.dim() and not (loss.dim() == 1 and loss.shape[0] == 1):
             raise CompileError(
                 f"the loss has shape {_shape(loss)}, a training step needs one number", ways_out=("return its mean or sum",)
@@ -80,6 +89,8 @@ class Whole(nn.Module):
                 "the loss does not depend on any trainable parameter",
                 ways_out=("check for detach, no_grad and frozen parameters",),
             )
+        if loss.requires_grad:
+            _check_leaves(loss)
         return loss.reshape(()) if loss.dim() else loss
 
 
@@ -91,6 +102,23 @@ def find_loss(outputs: Any, target: Any, loss_fn: LossFunction | None) -> Tensor
         return outputs if outputs.dim() == 0 else None
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     return loss if isinstance(loss, Tensor) else None
+
+
+def _check_leaves(loss: Tensor) -> None:
+    """Plain PyTorch gives a gradient to every trainable tensor that the loss depends on; here one that the traced modules do not
+    own (a closure's: it alone is an ordinary tensor while they are traced) would get none, silently."""
+    seen, todo = {loss.grad_fn}, [loss.grad_fn]
+    while todo:
+        function: Any = todo.pop()
+        leaf = getattr(function, "variable", None)
+        if type(leaf) in (Tensor, nn.Parameter):
+            raise CompileError(
+                f"the loss depends on a trainable tensor of shape {_shape(leaf)} that is no parameter of the model",
+                ways_out=("make it a parameter of one of the model's modules", "freeze or detach it"),
+            )
+        following = [f for f, _ in getattr(function, "next_functions", ()) if f is not None and f not in seen]
+        seen.update(following)
+        todo += following
 
 
 def _write_back(model: nn.Module, before: dict[str, Tensor]) -> None:
@@ -109,5 +137,5 @@ def _write_back(model: nn.Module, before: dict[str, Tensor]) -> None:
         model.get_submodule(path)._buffers[last] = old
 
 
-def _shape(tensor: Tensor) -> list[Any]:
-    return [size if isinstance(size, int) else "rows" for size in tensor.shape]
+def _shape(tensor: Tensor) -> str:
+    return f"[{', '.join(str(size) if isinstance(size, int) else 'rows' for size in tensor.shape)}]"
