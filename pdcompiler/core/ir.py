@@ -20,6 +20,9 @@ import sympy
 from torch import fx, nn
 
 from pdcompiler.core.cost import Cost
+from pdcompiler.core.rewriting import eliminate_dead_code as eliminate_dead_code
+from pdcompiler.core.rewriting import nodes_in as nodes_in
+from pdcompiler.core.rewriting import replaced as replaced
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.structure import Structure
 from pdcompiler.core.value_type import ROWS as ROWS
@@ -280,26 +283,3 @@ def describe(node: fx.Node, *, rank: int, stage: int | None = None, microbatch: 
 def name_of(node: fx.Node) -> str:
     """The name that a program's node was given, without the number that keeps names apart in the global program."""
     return str(node.meta.get("name", node.name))
-
-
-def replaced(argument: Any, copies: Mapping[fx.Node, Any]) -> Any:
-    """An argument, nested as it may be, with nodes replaced by their copies; dicts may have any keys."""
-    if isinstance(argument, fx.Node):
-        return copies.get(argument, argument)
-    if isinstance(argument, Mapping):
-        return {key: replaced(item, copies) for key, item in argument.items()}
-    if isinstance(argument, (tuple, list)):
-        return type(argument)(replaced(item, copies) for item in argument)
-    return argument
-
-
-def nodes_in(argument: Any) -> list[fx.Node]:
-    """The nodes in an argument, nested as it may be."""
-    found: list[fx.Node] = []
-    fx.node.map_arg(argument, lambda node: found.append(node) or node)  # type: ignore[func-returns-value]
-    return found
-
-
-def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Drop what nobody needs from a program. Stage functions are pure; words with an effect stay."""
-    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or (n.op == "call_function" and n.is_impure()))

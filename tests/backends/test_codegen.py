@@ -148,9 +148,9 @@ class Named(nn.Module):
 
 def run_generated(pipe: pdcompiler.Pipeline, tensors: list[Tensor], loss_weights: Tensor) -> list[Any]:
     """Each rank's generated module in a thread of its own."""
-    compiled = pipe.latest
+    compiled = pipe.runner.latest
     assert compiled is not None
-    memory = pipe._memory(compiled.program)
+    memory = pipe.runner.memory(compiled.program)
     channels: dict[str, queue.Queue[Tensor]] = defaultdict(queue.Queue)
     meaning = {
         **reference.PURE,

@@ -79,7 +79,7 @@ def test_the_global_program_is_the_model() -> None:
     for rank in range(2):
         assert_close_by_tensor(results[rank]["loss"], loss.detach(), 1e-6, "loss")
         assert_close_by_tensor(torch.cat(results[rank]["outputs"][0]), outputs.detach(), 1e-6, "outputs")
-        assert_same(tuple(results[rank]["gradients"][rank]), gradients[2 * rank : 2 * rank + 2], 1e-6, f"gradients of stage {rank}")
+        assert_same(results[rank]["gradients"][rank], gradients[2 * rank : 2 * rank + 2], 1e-6, f"gradients of stage {rank}")
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
