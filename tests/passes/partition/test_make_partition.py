@@ -107,7 +107,7 @@ def test_a_number_of_stages_unequal_to_the_ranks_is_refused() -> None:
 
 def test_a_partition_for_another_model_is_refused() -> None:
     partition = partition_of(TwoLayers4(), ("second",), 2)
-    with pytest.raises(CompileError, match=r"^the partition is for another model: its parameters' names or shapes differ$"):
+    with pytest.raises(CompileError, match=r"^the partition is for another model: "):
         read_partition(partition, Shared(), 2)
 
 

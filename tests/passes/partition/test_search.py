@@ -62,7 +62,7 @@ def test_a_message_may_be_dearer_than_an_uneven_cut() -> None:
 
 
 def test_too_many_stages_are_refused() -> None:
-    with pytest.raises(CompileError, match=r"^4 stages asked for, but the model can be cut in at most 3\n  try: use"):
+    with pytest.raises(CompileError, match=r"the model can be cut in at most 3"):
         search_cuts(problem([1, 1, 1, 1], forbidden=(2,)), 4)
 
 
