@@ -110,7 +110,7 @@ class _Reader:
 
     def _copied_whole(self, node: fx.Node) -> fx.Node | None:
         """The value that a copy writes over a tensor of the same type: `self.buf = self.buf + 1` reads the old one just once."""
-        made = self.copies.get(node.args[1])  # type: ignore[call-overload]
+        made: Any = self.copies.get(node.args[1])  # type: ignore[arg-type]
         is_own = isinstance(made, fx.Node) and made.op == "call_function" and not is_view(made)
         return made if is_own and type_of(made) == self._type(node.meta.get("val")) else None
 
@@ -142,7 +142,7 @@ class _Reader:
             if operation is None:
                 raise CompileError(f"the model computes with the number of rows in a way that is not supported: {expression}")
             node = parts[0]
-            for further in [(part,) for part in parts[1:]] or [()]:
+            for further in [[part] for part in parts[1:]] or [[]]:
                 node = self.graph.call_function(operation, (node, *further))
                 node.meta.update(type=expression, module=ModuleCall(""), backward=False)
             self.integers[expression] = node
