@@ -151,9 +151,9 @@ def _stages_of_sequences(trace: Trace, views: set[fx.Node]) -> dict[int, int]:
         if node.op == "call_function" and not is_backward(node):
             stages.setdefault(number, stage_of(node))
         elif node.op == "call_function":
-            read = [stage_of(i) for i in node.all_input_nodes if i.op == "call_function" and not is_backward(i) and i not in views]
+            read = [i for i in node.all_input_nodes if i.op == "call_function" and not is_backward(i) and i not in views]
             if number in stages:
-                stages[number] = max([stages[number], *read])
+                stages[number] = max([stages[number], *map(stage_of, read)])
     return stages
 
 
