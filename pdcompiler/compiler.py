@@ -150,6 +150,17 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def differing_parameters(partition: Partition, model: nn.Module) -> str:
+    """In words, what of a model's parameters a partition for another model lacks or has besides."""
+    planned, own = partition.owners(), {name for name, _ in model.named_parameters()}
+    lacking, besides = [name for name in own if name not in planned], [name for name in planned if name not in own]
+    for names, where in ((lacking, "of this one are not in it"), (besides, "of it are not in this one")):
+        if names:
+            some = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            return f"{len(names)} parameters {where} ({some})"
+    return "its parameters have the same names and other shapes"
+
+
 def read_partition(given: Any, model: nn.Module, world_size: int) -> Partition | tuple[str, ...] | None:
     """The user's `partition=`: a Partition, its JSON file, module paths at which stages begin, or None."""
     if given is None:
@@ -158,7 +169,10 @@ def read_partition(given: Any, model: nn.Module, world_size: int) -> Partition |
     if isinstance(given, (str, Path, Partition)):
         partition = given if isinstance(given, Partition) else Partition.load(given)
         if partition.model and partition.model != fingerprint(model):
-            raise CompileError("the partition is for another model: its parameters' names or shapes differ")
+            raise CompileError(
+                f"the partition is for another model: {differing_parameters(partition, model)}",
+                ways_out=("let pdcompiler choose the partition",),
+            )
         count = len(partition.stages)
     elif isinstance(given, Sequence):
         partition, count = tuple(given), len(given) + 1

@@ -67,7 +67,7 @@ def compile(
     Raises:
         CompileError: what cannot be compiled, with the place and the ways out, before any process group is made.
     """
-    running = _check(world_size)
+    running = _check(model, world_size)
     _check_loss(loss_fn)
     schedule = _schedule(schedule, world_size, microbatches)
     held_on = _device(model, device)
@@ -81,12 +81,20 @@ def compile(
     return pipe
 
 
-def _check(world_size: int) -> tuple[int, int] | None:
+def _check(model: nn.Module, world_size: int) -> tuple[int, int] | None:
+    if not isinstance(model, nn.Module):
+        raise CompileError(f"model is a {type(model).__name__}, expected an nn.Module")
     if not isinstance(world_size, int) or world_size < 1:
         raise CompileError(f"world_size is {world_size!r}, expected 1 or more")
     running = launched()
     if running is not None and running[1] != world_size:
-        raise CompileError(f"world_size is {world_size}, but {running[1]} processes were launched")
+        raise CompileError(
+            f"world_size is {world_size}, but {running[1]} processes were launched",
+            ways_out=(
+                f"compile(model, {running[1]}, ...)",
+                f"torchrun --nproc-per-node {world_size}, or without torchrun: all ranks then run in one process",
+            ),
+        )
     return running
 
 

@@ -60,9 +60,11 @@ class Holdings:
     def tensors(self, names: Iterable[str]) -> tuple[Tensor, ...]:
         """The tensors of these names, without autograd. Raises CompileError where one was never filled."""
         wanted = list(names)
-        if missing := sorted(self.unfilled.intersection(wanted)):
+        if not self.unfilled.isdisjoint(wanted):
+            missing = sorted(self.unfilled)
+            some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
             raise CompileError(
-                f"{len(missing)} tensors of a model on the meta device have no values: {', '.join(missing[:3])} ...",
+                f"{len(missing)} tensors of a model on the meta device have no values: {some}",
                 ways_out=("pipe.load_state_dict(state)", "compile(..., init=function of (name, tensor))"),
             )
         return tuple((self.parameters[name] if name in self.parameters else self.buffers[name]).detach() for name in wanted)

@@ -27,7 +27,8 @@ ALL_FOLDERS = (*CODE_FOLDERS, "tests", "benchmarks", "examples", "docs")
 
 LONGEST_FILE = 300
 CORE_LIBRARIES = {"torch", "sympy", "networkx", "numpy"}
-SEES_BOTH_SIDES = {f"pdcompiler/{name}.py" for name in ("__init__", "cli", "compiler", "pipeline", "testing")}
+FACE = ("__init__", "cli", "compiler", "entry", "pipeline", "runner", "testing", "verification")
+SEES_BOTH_SIDES = {f"pdcompiler/{name}.py" for name in FACE}
 READS_ENVIRONMENT = {"backends/distributed.py", "pdcompiler/compiler.py", "pdcompiler/pipeline.py"}
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
 HELPS_TESTS = {"pdcompiler/strategies.py", "pdcompiler/testing.py"}  # for users' tests, so these need the test extra

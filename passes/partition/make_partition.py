@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -29,13 +29,12 @@ def cuts_at_modules(problem: Problem, paths: Sequence[str]) -> list[int]:
     for path in paths:
         place = next((i for i, node in enumerate(problem.nodes) if path in _prefixes(module_of(node).path)), None)
         if place is None:
-            close = difflib.get_close_matches(path, sorted(known), 3)
+            close = difflib.get_close_matches(path, sorted(known), 3) or _beside(path, known)
             way_out = f"one of {close}" if close else "a path of model.named_modules()"
             raise CompileError(f"no module {path!r} runs in this model", ways_out=(way_out,))
         if not problem.legal[place]:
-            reason = "the model begins there" if place == 0 else (
-                "that would part a buffer's update, a value of data-dependent shape, or the uses of one parameter in one module call"
-            )
+            parts = "a buffer's update, a value of data-dependent shape, or the uses of one parameter in one module call"
+            reason = "the model begins there" if place == 0 else f"that would part {parts}"
             raise CompileError(f"no stage can begin at {path!r}: {reason}")
         if cuts and place <= cuts[-1]:
             raise CompileError(f"the stage that begins at {path!r} does not come after the one before it in the model's order")
@@ -43,7 +42,13 @@ def cuts_at_modules(problem: Problem, paths: Sequence[str]) -> list[int]:
     return cuts
 
 
-def _prefixes(path: str) -> Iterable[str]:
+def _beside(path: str, known: set[str]) -> list[str]:
+    """Some of the known paths inside the innermost known module of an unknown path."""
+    parent = next((prefix for prefix in reversed(_prefixes(path)) if prefix in known), "")
+    return sorted(p for p in known if p.startswith(f"{parent}.") or not parent)[:5]
+
+
+def _prefixes(path: str) -> list[str]:
     parts = path.split(".")
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 

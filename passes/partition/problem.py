@@ -62,7 +62,7 @@ def make_problem(trace: Trace, machine: Machine, rows: int) -> Problem:
 
 
 def _anchored(trace: Trace, place: dict[fx.Node, int]) -> Flags:
-    """The first readers of a parameter (the views of it that they read stand before them), and the first nodes of module calls."""
+    """The readers of a parameter (the views of it that they read stand before them), and the first nodes of module calls."""
     anchored = numpy.zeros(len(place), dtype=bool)
     for node in trace.graph.nodes:
         if node.op == "placeholder" and trace.inputs[node.name].kind == "parameter":

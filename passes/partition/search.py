@@ -22,7 +22,8 @@ def search_cuts(problem: Problem, stages: int) -> list[int]:
     places = numpy.flatnonzero(problem.legal & problem.anchored)
     if len(places) < stages - 1:
         raise CompileError(
-            f"{stages} stages asked for, but the model can be cut in at most {len(places) + 1}", ways_out=("use fewer ranks",)
+            f"{stages} ranks asked for, but the model can be cut in at most {len(places) + 1} stages",
+            ways_out=(f"world_size={len(places) + 1} or less",),
         )
     border = _border_seconds(problem)
     edges = numpy.array([0, *places, len(problem.nodes)])

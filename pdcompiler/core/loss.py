@@ -111,7 +111,7 @@ def _check_leaves(loss: Tensor) -> None:
     while todo:
         function: Any = todo.pop()
         leaf = getattr(function, "variable", None)
-        if type(leaf) in (Tensor, nn.Parameter):
+        if isinstance(leaf, Tensor) and type(leaf) in (Tensor, nn.Parameter):
             raise CompileError(
                 f"the loss depends on a trainable tensor of shape {_shape(leaf)} that is no parameter of the model",
                 ways_out=("make it a parameter of one of the model's modules", "freeze or detach it"),

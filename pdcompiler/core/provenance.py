@@ -37,7 +37,7 @@ def _is_users(file: str) -> bool:
 
 def _is_caller(frame: FrameType) -> bool:
     """Whether a frame is this package's, which calls the user's model: below it, there is nothing of the model's."""
-    name = frame.f_globals.get("__name__", "")
+    name = str(frame.f_globals.get("__name__", ""))
     return name.startswith("pdcompiler.") and name != __name__
 
 
