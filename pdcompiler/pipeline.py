@@ -89,6 +89,11 @@ class Pipeline:
         the ranks of the last stage) or "all".   Every rank calls it with the same arguments.
         """
         batch = self._read(args, kwargs, target)
+        if wants := [name for name, tensor in batch.tensors.items() if tensor.requires_grad]:
+            raise CompileError(
+                f"the inputs {', '.join(wants)} want a gradient, but a step gives gradients to the model's parameters alone",
+                ways_out=("make what computes them a part of the model", "detach them"),
+            )
         weights = loss_weights(batch, batch.spans(self.schedule.microbatches), self.options.loss_weight)
         compiled = self.runner.compile(batch, weights, outputs, gradients=True)
         results = self.runner.run(compiled, batch, weights)

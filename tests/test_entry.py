@@ -298,3 +298,11 @@ def test_too_many_positional_arguments() -> None:
     assert told(lambda: pipeline().step(drawn(8, 4), drawn_integers(4, 8), target=drawn(8, 4))) == (
         "Sequential.forward takes 1 positional arguments, got 2"
     )
+
+
+def test_an_input_that_wants_a_gradient_is_refused() -> None:
+    pipe = pdcompiler.compile(nn.Linear(4, 4), 1, loss_fn=F.mse_loss)
+    x = torch.randn(4, 4, requires_grad=True)
+    with pytest.raises(CompileError, match="the inputs input want a gradient"):
+        pipe.step(x, target=torch.randn(4, 4))
+    assert pipe.step(x.detach(), target=torch.randn(4, 4)).loss is not None
