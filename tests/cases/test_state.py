@@ -115,7 +115,7 @@ def test_case_24c_buffer_replaced_by_another_shape_is_refused() -> None:
             return result
 
     model = seeded(Cache)
-    with pytest.raises(CompileError, match=r"forward replaces buffer cache, \[1, 4\] torch.float64, by one of \['rows'"):
+    with pytest.raises(CompileError, match=r"forward replaces buffer cache, \[1, 4\] torch.float64, by one of \[rows"):
         pdcompiler.compile(model, 2, loss_fn=F.mse_loss).step(drawn(8, 4), target=drawn(8, 4))
     assert model.cache.shape == (1, 4)
 
