@@ -20,11 +20,16 @@ from torch import Tensor, nn
 from pdcompiler import compiler
 from pdcompiler.core import ops
 from pdcompiler.core.errors import CompileError, VerifyError
-from pdcompiler.core.verify import verify_staged
+from pdcompiler.core.verify import verify_ranks, verify_staged
 from pdcompiler.testing import Batch
 from tests.laws.faults import FAULTS, nodes
 from tests.laws.one_step import OneStep
-from tests.laws.test_passes import each_value_crosses_once_per_receiver, stages_share_out_the_parameters
+from tests.laws.test_passes import (
+    each_value_crosses_once_per_receiver,
+    ranks_read_what_they_hold,
+    sends_meet_receives,
+    stages_share_out_the_parameters,
+)
 
 STEPS = (
     "lower_schedule", "insert_reductions", "insert_transfers", "merge_transfers",
@@ -145,3 +150,24 @@ def test_a_value_that_is_sent_twice_breaks_a_law(one: OneStep) -> None:
         program.graph.node_copy(transfer)
     with pytest.raises(AssertionError):
         each_value_crosses_once_per_receiver(program)
+
+
+def test_messages_that_no_transfer_asked_for_break_a_law(one: OneStep) -> None:
+    program = one.program()
+    ranks = compiler.compile_ranks(one.request, program)
+    sends_meet_receives(program, ranks)
+    sent = nodes(ranks[1].graph, ops.send, phase="B")[0]
+    received = nodes(ranks[0].graph, ops.start_recv, phase="B")[0]
+    sent.append(ranks[1].graph.node_copy(sent))
+    received.append(ranks[0].graph.node_copy(received))
+    verify_ranks(ranks)
+    with pytest.raises(AssertionError):
+        sends_meet_receives(program, ranks)
+
+
+def test_a_rank_that_reads_the_weights_of_another_breaks_a_law(one: OneStep) -> None:
+    ranks = compiler.compile_ranks(one.request, one.program())
+    ranks_read_what_they_hold(one, ranks)
+    nodes(ranks[1].graph, ops.weights)[0].kwargs = {"stage": 2, "rank": 1}
+    with pytest.raises(AssertionError):
+        ranks_read_what_they_hold(one, ranks)
