@@ -6,7 +6,8 @@ median and the quartiles of the paired ratios: the peer's time by ours, above 1 
 
     python benchmarks/throughput.py [--pairs 45] [--size 64,32,2 ...] [--check]
 
-`limit` is the bubble's: plain PyTorch's in one process / ranks x (1 + (ranks - 1) / microbatches).
+`limit` is the bubble's: plain PyTorch's in one process / ranks x (1 + (ranks - 1) / microbatches).   `in stages` is the time
+that our busiest rank spends in its stages' functions, from steps of its own; the rest is the bubble and messages.
 With --check it exits 1 where the median ratio against 1F1B misses the size's bar.
 """
 
@@ -45,10 +46,11 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to take a step. parameters: this rank's, by the model's names."""
+    """One way to take a step. parameters: this rank's, by the model's names.   functions: what its step spends its time in."""
 
     step: Step
     parameters: dict[str, nn.Parameter]
+    functions: tuple[nn.Module, ...] = ()
 
     def run(self) -> None:
         """What is timed."""
@@ -63,7 +65,8 @@ def ours(model: nn.Module, schedule: str, ids: Tensor, target: Tensor) -> Contes
         model, RANKS, example_args=(ids,), example_target=target, loss_fn=token_loss, schedule=schedule,
         microbatches=MICROBATCHES, partition=[CUT],
     )  # fmt: skip
-    return Contestant(lambda: pipe.step(ids, target=target), dict(pipe.named_parameters()))
+    functions = pipe.ranks[dist.get_rank()].children()
+    return Contestant(lambda: pipe.step(ids, target=target), dict(pipe.named_parameters()), tuple(functions))
 
 
 def peer(model: nn.Module, schedule: Any, ids: Tensor, target: Tensor) -> Contestant:
@@ -141,7 +144,30 @@ def measure(size: Size, pairs: int) -> dict[str, list[float]]:
             taken = seconds_of(runs[name])
             if number >= WARM_UP:
                 seconds[name].append(taken)
+    for schedule in SCHEDULES:
+        seconds[f"in stages {schedule}"] = [seconds_in_functions(contestants[f"ours {schedule}"]) for _ in range(10)]
     return seconds
+
+
+def seconds_in_functions(contestant: Contestant) -> float:
+    """Of one step: the time inside the contestant's functions, on the rank where it is longest."""
+    clock = [0.0]
+
+    def begin(*_: Any) -> None:
+        clock[0] -= time.perf_counter()
+
+    def end(*_: Any) -> None:
+        clock[0] += time.perf_counter()
+
+    hooks = [f.register_forward_pre_hook(begin) for f in contestant.functions]
+    hooks += [f.register_forward_hook(end) for f in contestant.functions]
+    dist.barrier()
+    contestant.run()
+    for hook in hooks:
+        hook.remove()
+    longest = torch.tensor(clock[0])
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return longest.item()
 
 
 def ratios(seconds: dict[str, list[float]], schedule: str) -> tuple[float, float, float]:
@@ -163,7 +189,8 @@ def rows_of(size: Size, seconds: dict[str, list[float]]) -> list[list[str]]:
         own, other = medians[f"ours {schedule}"], medians[f"torch {schedule}"]
         times = [f"{milliseconds:.1f} ms" for milliseconds in (own, other, medians["single"], limit)]
         spread = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-        lines.append([name_of(size), schedule, *times[:2], spread, *times[2:], f"{own / limit:.2f}"])
+        inside = f"{medians[f'in stages {schedule}']:.1f} ms"
+        lines.append([name_of(size), schedule, times[0], inside, times[1], spread, *times[2:], f"{own / limit:.2f}"])
     return lines
 
 
@@ -172,8 +199,8 @@ def main(sizes: Sequence[Size], pairs: int, check: bool) -> int:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    console = Console(quiet=dist.get_rank() != 0, width=120, highlight=False)
-    columns = ("size", "schedule", "ours", "torch", "torch / ours", "one process", "limit", "ours / limit")
+    console = Console(quiet=dist.get_rank() != 0, width=130, highlight=False)
+    columns = ("size", "schedule", "ours", "in stages", "torch", "torch / ours", "one process", "limit", "ours / limit")
     table = Table(*columns, title=f"{RANKS} ranks, {MICROBATCHES} microbatches, {pairs} pairs", title_justify="left")
     missed, figures = False, []
     for size in sizes:
