@@ -4,7 +4,7 @@
            |       |
         passes/  backends/      see core, never each other and never a sibling
            |       |
-        pdcompiler/core/        sees torch, sympy, networkx, numpy and itself
+        pdcompiler/core/        sees torch, sympy, networkx, numpy, numba, scipy and itself
 
 A rule takes one Source and yields (line, what is wrong). Each rule has a test over the repository, and the tables at
 the end show it what it must catch and what it must let pass.
@@ -26,8 +26,8 @@ CODE_FOLDERS = ("pdcompiler", "passes", "backends")
 ALL_FOLDERS = (*CODE_FOLDERS, "tests", "benchmarks", "examples", "docs")
 
 LONGEST_FILE = 300
-CORE_LIBRARIES = {"torch", "sympy", "networkx", "numpy"}
-FACE = ("__init__", "cli", "compiler", "entry", "pipeline", "runner", "testing", "verification")
+CORE_LIBRARIES = {"torch", "sympy", "networkx", "numpy", "numba", "scipy"}
+FACE = ("__init__", "cli", "compiler", "entry", "pipeline", "planner", "runner", "testing", "verification")
 SEES_BOTH_SIDES = {f"pdcompiler/{name}.py" for name in FACE}
 READS_ENVIRONMENT = {"backends/distributed.py", "pdcompiler/compiler.py", "pdcompiler/pipeline.py"}
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
