@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from pdcompiler.core import ops
+from pdcompiler.core.cost import Cost
 from pdcompiler.core.ir import Program, ValueType, describe, evaluate, rank_of, type_of
 from pdcompiler.core.machine import Machine
 
@@ -46,8 +47,8 @@ def _is_small(transfer: fx.Node, machine: Machine) -> bool:
     type = type_of(transfer)
     if not isinstance(type, ValueType):
         return False
-    copies = 4 * evaluate(type.nbytes(), 1) / machine.memory_bytes_per_second
-    return copies < machine.link_latency_seconds
+    copies = machine.compute_seconds(Cost(bytes=4 * evaluate(type.nbytes(), 1)))
+    return bool(copies < machine.link_latency_seconds)
 
 
 def _merge(graph: fx.Graph, transfers: list[fx.Node]) -> None:

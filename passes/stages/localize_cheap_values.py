@@ -22,6 +22,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from pdcompiler.core.cost import Cost
 from pdcompiler.core.ir import Trace, ValueType, cost_of, is_backward, is_integer, stage_of, type_of
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.value_type import estimate
@@ -61,7 +62,7 @@ class _Localizer:
             return True
         made_of = [n for n in _ancestors(node) if n in origins.batch_values and _is_product(n)]
         flops = sum(cost_of(n).flops for n in made_of)
-        seconds = flops / machine.flops_per_second - machine.transfer_seconds(type.nbytes())
+        seconds = machine.compute_seconds(Cost(flops=flops)) - machine.transfer_seconds(type.nbytes())
         return estimate(seconds, rows) <= 0
 
     def is_cheap(self, node: fx.Node) -> bool:

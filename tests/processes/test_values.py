@@ -51,7 +51,7 @@ def check_crossing(schedule: str, packed: bool) -> None:
     model = Crossing().double()
     rows, target = torch.randn(8, 4, 6, dtype=torch.float64), torch.randn(8, 4, 3, dtype=torch.float64)
     example = Example("crossing", model, (rows,), target=target, loss_fn=F.mse_loss)
-    machine = Machine() if packed else Machine(link_latency_seconds=1e-12)
+    machine = Machine() if packed else Machine.flat(latency_seconds=1e-12)
     pipe = compile_example(example, schedule=schedule, partition=["table", "mix", "last"], machine=machine)
     check_step(pipe, example)
     packs = [node for node in pipe.program.graph.nodes if node.target is ops.pack]

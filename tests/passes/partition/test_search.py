@@ -13,8 +13,8 @@ from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Problem
 from pdcompiler.passes.partition.search import search_cuts
 
-FREE_LINKS = Machine(link_latency_seconds=1e-12)
-SLOW_LINKS = Machine(link_latency_seconds=0.1, link_bytes_per_second=1.0)
+FREE_LINKS = Machine.flat(latency_seconds=1e-12)
+SLOW_LINKS = Machine.flat(latency_seconds=0.1, bytes_per_second=1.0)
 
 
 def problem(
@@ -72,7 +72,7 @@ def test_as_good_as_brute_force(data: st.DataObject) -> None:
     seconds = data.draw(st.lists(st.floats(0, 9), min_size=count, max_size=count))
     sent = data.draw(st.lists(st.integers(0, 20), min_size=count, max_size=count))
     forbidden = tuple(data.draw(st.sets(st.integers(1, max(count - 1, 1)), max_size=3)))
-    machine = data.draw(st.sampled_from((FREE_LINKS, SLOW_LINKS, Machine(link_latency_seconds=1.0, link_bytes_per_second=9.0))))
+    machine = data.draw(st.sampled_from((FREE_LINKS, SLOW_LINKS, Machine.flat(latency_seconds=1.0, bytes_per_second=9.0))))
     one = problem(seconds, [float(size) for size in sent], forbidden, machine)
     stages = data.draw(st.integers(1, 4))
     places = [place for place in range(1, count) if place not in forbidden]

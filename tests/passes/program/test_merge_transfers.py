@@ -71,8 +71,8 @@ def test_nothing_is_merged_where_nothing_is_won(types: list[ValueType]) -> None:
 
 
 def test_the_machine_decides_what_is_small() -> None:
-    assert "pack(" not in str(merge_transfers(program([SMALL, SMALL]), Machine(link_latency_seconds=1e-12)))
-    assert "pack(" in str(merge_transfers(program([LARGE, LARGE]), Machine(link_latency_seconds=1.0)))
+    assert "pack(" not in str(merge_transfers(program([SMALL, SMALL]), Machine.flat(latency_seconds=1e-12)))
+    assert "pack(" in str(merge_transfers(program([LARGE, LARGE]), Machine.flat(latency_seconds=1.0)))
 
 
 def test_values_of_two_calls_are_not_merged() -> None:

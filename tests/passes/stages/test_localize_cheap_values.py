@@ -1,16 +1,18 @@
 """What is cheaper to make than to send or save is made where it is read; activations are not touched."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from pdcompiler.core.ir import Trace, is_backward, stage_of
-from pdcompiler.core.machine import Machine
+from pdcompiler.core.machine import CORE, Machine
 from pdcompiler.passes.stages.assign_stages import assign_stages
 from pdcompiler.passes.stages.localize_cheap_values import localize_cheap_values
 from pdcompiler.testing import assert_shows
 from tests.levels import Scale, total, trace_and_partition
 
-SLOW_PRODUCTS = Machine(flops_per_second=1.0)
+SLOW_PRODUCTS = Machine.flat(device=replace(CORE, flops_per_second=1.0))
 
 
 def localized(model: nn.Module, *args: Tensor, machine: Machine | None = None, gradients: bool = False) -> Trace:
