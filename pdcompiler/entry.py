@@ -34,7 +34,7 @@ def compile(
     loss_fn: LossFunction | None = None,
     schedule: str | Schedule = "1f1b",
     microbatches: int | None = None,
-    machine: Machine | None = None,
+    machine: Machine | str | Path | None = None,
     partition: Partition | str | Path | Sequence[str] | None = None,
     loss_weight: LossWeight = "rows",
     batch_dims: BatchDims | None = None,
@@ -53,7 +53,8 @@ def compile(
         loss_fn: (outputs, target) -> scalar. None: the model's own loss (outputs.loss, outputs["loss"], a scalar output).
         schedule: "1f1b" or "gpipe", or a Schedule.
         microbatches: how many a batch is cut into; None: twice the number of ranks.
-        machine: what is compiled for; None: a laptop's cores.
+        machine: what is compiled for: a Machine, a ready one's name ("h100-servers", ...), or its TOML file; of one with more
+            devices than ranks, the first. None: a laptop's cores.
         partition: a Partition, its JSON file, or the module paths at which stages 1, 2, ... begin; None: chosen by cost.
         loss_weight: weight of a microbatch's loss: "rows" (its share of the rows: the full batch's mean), "sum" (1), or a
             function of the microbatch's tensors by name, normalised over the batch (its valid tokens, say).
@@ -73,7 +74,7 @@ def compile(
     held_on = _device(model, device)
     on_cuda = (held_on or next(iter(model.parameters()), torch.empty(0)).device).type == "cuda"
     given = read_partition(partition, model, world_size)
-    request = Request(model, world_size, loss_fn, machine or Machine(), given, not on_cuda, held_on, watch)
+    request = Request(model, world_size, loss_fn, _machine(machine, world_size), given, not on_cuda, held_on, watch)
     options = Options(schedule, loss_weight, batch_dims, timeout, init)
     pipe = Pipeline(request, options, None if running is None else running[0])
     if example_args or example_kwargs:
@@ -119,6 +120,13 @@ def _schedule(schedule: str | Schedule, world_size: int, microbatches: int | Non
     if not isinstance(count, int) or count < 1:
         raise CompileError(f"microbatches is {count!r}, expected 1 or more")
     return SCHEDULES[schedule](world_size, count)
+
+
+def _machine(machine: Machine | str | Path | None, world_size: int) -> Machine:
+    """The devices that the ranks run on."""
+    if not isinstance(machine, Machine):
+        machine = Machine() if machine is None else Machine.load(machine)
+    return machine.take(world_size)
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device | None:

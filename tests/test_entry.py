@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pdcompiler
-from pdcompiler import CompileError, Partition, Pipeline, Schedule
+from pdcompiler import CompileError, Machine, Partition, Pipeline, Schedule
 from tests.cases.against_loop import drawn, drawn_integers, layers, seeded
 
 
@@ -76,6 +76,18 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "the partition's file layers.4 can't be read: No such file or directory\n"
         "  try: module paths at which stages begin are given as a list",
     ),
+    "a machine without so many devices": (
+        {"machine": Machine.flat(1)},
+        "world_size is 2, machine 'flat' has 1\n  try: world_size=1 or less\n  try: a machine with 2 devices",
+    ),
+    "no such machine": (
+        {"machine": "cluster.toml"},
+        "the machine's file cluster.toml can't be read: No such file or directory\n"
+        "  try: a ready machine: laptop, pipedream-a, pipedream-b, pipedream-c, h100-servers",
+    ),
+    "a machine of no kind": (
+        {"machine": 3}, "machine is a int, expected a Machine, a ready name, or a TOML file",
+    ),
     "a partition of no kind": (
         {"partition": 3}, "partition is a int\n  try: a Partition, a JSON file, or module paths",
     ),
@@ -86,6 +98,13 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 def test_arguments_of_compile(case: str) -> None:
     options, message = ARGUMENTS[case]
     assert told(lambda: pipeline(**options)) == message
+
+
+def test_a_machine_by_name_or_file_is_as_large_as_the_pipeline(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    Machine.load("pipedream-b").save(file)
+    for machine in ("pipedream-b", file, str(file), Machine.load("pipedream-b")):
+        assert pipeline(machine=machine).request.machine == Machine.load("pipedream-b").take(2)
 
 
 def test_a_model_that_is_no_module() -> None:

@@ -12,10 +12,12 @@ here. Not here: ready machines (`machines.py`), their files (`machine_file.py`),
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import mul
+from pathlib import Path
 
 import sympy
 
@@ -134,6 +136,30 @@ class Machine:
         """Equal devices, all pairs linked alike. count: None: any number."""
         return Machine(name, (Level("link", count, bytes_per_second, latency_seconds),), ((device, None),), overlap)
 
+    @staticmethod
+    def load(source: str | Path) -> Machine:
+        """A ready machine by its name ("pipedream-a", "h100-servers", ...), or the one in a TOML file."""
+        from pdcompiler.core.machine_file import load
+
+        return load(source)
+
+    @staticmethod
+    def measure(*, timeout: float = 120.0, progress: Callable[[str], None] | None = None) -> Machine:
+        """This computer, measured: its devices, and the link between two processes. progress: told what is being measured."""
+        from pdcompiler.core.measure import measure
+
+        return measure(timeout=timeout, progress=progress)
+
+    def to_toml(self) -> str:
+        """What `load` reads."""
+        from pdcompiler.core.machine_file import to_toml
+
+        return to_toml(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as TOML."""
+        Path(path).write_text(self.to_toml())
+
     @property
     def _product(self) -> int | None:
         counts = [level.count for level in self.levels]
@@ -176,7 +202,7 @@ class Machine:
         check_count(world_size, "world_size")
         if not self.is_unlimited and world_size > self.world_size:
             raise CompileError(
-                f"world_size is {world_size}, machine {self.name!r} has {self.world_size} devices",
+                f"world_size is {world_size}, machine {self.name!r} has {self.world_size}",
                 ways_out=(f"world_size={self.world_size} or less", f"a machine with {world_size} devices"),
             )
         levels: list[Level] = []

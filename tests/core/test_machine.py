@@ -87,7 +87,7 @@ def test_a_machine_has_only_so_many_devices() -> None:
     with pytest.raises(CompileError) as caught:
         SERVERS.take(13)
     assert str(caught.value) == (
-        "world_size is 13, machine 'servers' has 12 devices\n  try: world_size=12 or less\n  try: a machine with 13 devices"
+        "world_size is 13, machine 'servers' has 12\n  try: world_size=12 or less\n  try: a machine with 13 devices"
     )
 
 
