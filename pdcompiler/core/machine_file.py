@@ -28,9 +28,9 @@ from pdcompiler.core.errors import CompileError
 from pdcompiler.core.machine import Device, Level, Machine
 
 T = TypeVar("T")
+
 PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-BINARY_T = TypeVar("T")
-PREFIXES = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+BINARY_PREFIXES = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 BYTES = {f"{prefix}B": factor for prefix, factor in (PREFIXES | BINARY_PREFIXES).items()}
 BYTES_PER_SECOND = {f"{unit}/s": factor for unit, factor in BYTES.items()}
 FLOPS_PER_SECOND = {f"{prefix}FLOP/s": factor for prefix, factor in PREFIXES.items()}
