@@ -17,4 +17,5 @@ for _ in range(20):
     optimizer.step()
     pipe.zero_grad()
 outputs = pipe.eval_step(rows).outputs
-print(f"rank {pipe.rank}: loss {loss:.6f}, {(outputs.argmax(1) == classes).sum()} of 12 right", flush=True)
+right = (outputs.argmax(1) == classes).sum()
+print(f"rank {pipe.rank}: loss {loss:.6f}, {right} of 12 right\n", end="", flush=True)  # in one write: two ranks print at once
