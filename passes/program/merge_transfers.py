@@ -47,7 +47,7 @@ def _is_small(transfer: fx.Node, machine: Machine) -> bool:
     type = type_of(transfer)
     if not isinstance(type, ValueType):
         return False
-    copies = machine.compute_seconds(Cost(bytes=4 * evaluate(type.nbytes(), 1)))
+    copies = machine.compute_seconds(Cost(bytes_written=4 * evaluate(type.nbytes(), 1)))
     return bool(copies < machine.link_latency_seconds)
 
 

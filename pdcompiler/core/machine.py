@@ -57,9 +57,12 @@ class Device:
         check_number(self.seconds_per_operation, f"{where}: seconds_per_operation")
 
     def compute_seconds(self, cost: Cost, operations: int = 0) -> sympy.Expr:
-        """Roofline: computing and moving the bytes, one after the other; an upper bound of the longer, that stays a sum."""
+        """Measured seconds, where the cost has them (they are of one kind of device); else the roofline: computing and moving the
+        bytes, one after the other, an upper bound of the longer that stays a sum. operations: more than the cost's own."""
+        if cost.seconds is not None:
+            return cost.seconds
         seconds: sympy.Expr = cost.flops / self.flops_per_second + cost.bytes / self.memory_bytes_per_second
-        return seconds + operations * self.seconds_per_operation
+        return seconds + (cost.operations + operations) * self.seconds_per_operation
 
 
 @dataclass(frozen=True)
@@ -144,11 +147,12 @@ class Machine:
         return load(source)
 
     @staticmethod
-    def measure(*, timeout: float = 120.0, progress: Callable[[str], None] | None = None) -> Machine:
-        """This computer, measured: its devices, and the link between two processes. progress: told what is being measured."""
+    def measure(*, dtype: str = "float32", timeout: float = 120.0, progress: Callable[[str], None] | None = None) -> Machine:
+        """This computer, measured: its devices, and the link between two processes. dtype: of the matrix products.
+        progress: told what is being measured."""
         from pdcompiler.core.measure import measure
 
-        return measure(timeout=timeout, progress=progress)
+        return measure(dtype=dtype, timeout=timeout, progress=progress)
 
     def to_toml(self) -> str:
         """What `load` reads."""

@@ -32,8 +32,9 @@ def test_kinds_lie_along_the_leaves() -> None:
 
 
 def test_costs_become_seconds() -> None:
-    assert float(SLOW.compute_seconds(Cost(flops=2e12, bytes=3e11))) == 5.0
-    assert float(FAST.compute_seconds(Cost(), operations=3)) == 6e-6
+    assert float(SLOW.compute_seconds(Cost(flops=2e12, bytes_read=1e11, bytes_written=2e11))) == 5.0
+    assert float(FAST.compute_seconds(Cost(operations=1), operations=2)) == 6e-6
+    assert float(FAST.compute_seconds(Cost(flops=1e12, seconds=0.25))) == 0.25  # measured
     assert float(SERVERS.compute_seconds(Cost(flops=8e12))) == 2.0
     assert float(SERVERS.transfer_seconds(1e9)) == pytest.approx(1.00005)
 
