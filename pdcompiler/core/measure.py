@@ -9,6 +9,7 @@ nothing of the caller's (threads, process groups) is touched. Not here: what an 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import math
 import os
@@ -74,8 +75,9 @@ def _run_workers(
 
 def _pass_on(said: Path, told: int, progress: Callable[[str], None] | None) -> int:
     lines = said.read_text().splitlines() if said.exists() else []
-    for line in lines[told:] if progress else ():
-        progress(line)
+    for line in lines[told:]:
+        if progress is not None:
+            progress(line)
     return len(lines)
 
 
@@ -132,7 +134,7 @@ class _Worker:
         seconds = []
         for nbytes in MESSAGE_BYTES:
             value = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-            seconds.append(self.time(lambda value=value: self.there_and_back(value), once=10) / 2)
+            seconds.append(self.time(functools.partial(self.there_and_back, value), once=10) / 2)
         latency, bytes_per_second = fit_line(MESSAGE_BYTES, seconds)
         return {"bytes_per_second": bytes_per_second, "latency_seconds": latency}
 
