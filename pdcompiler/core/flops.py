@@ -130,9 +130,9 @@ def _convolution(node: fx.Node) -> Any:
 
 def _convolution_backward(node: fx.Node) -> Any:
     """The gradients of input and of weight cost a forward each, that of the bias a sum."""
-    gradient, source, weight, mask = _argument(node, 0), _argument(node, 1), _argument(node, 2), node.args[-1]
-    base = source if node.args[7] else gradient
-    return 2 * elements(base) * _weights_per_position(weight) * sum(bool(flag) for flag in mask[:2])  # type: ignore[index, union-attr]
+    base = _argument(node, 1 if node.args[7] else 0)
+    wanted: Any = node.args[-1]
+    return 2 * elements(base) * _weights_per_position(_argument(node, 2)) * sum(bool(flag) for flag in wanted[:2])
 
 
 def _attention(query: int, length: int, of_keys: int, of_values: int) -> Count:
@@ -179,9 +179,9 @@ def _rules(kind: str, count: Count, names: str) -> dict[str, tuple[str, Count]]:
     return {name: (kind, count) for name in names.split()}
 
 
-VARIANTS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "fused_attention_overrideable")
-FUSED = " ".join(f"_scaled_dot_product_{variant}" for variant in (*VARIANTS, "attention_math", "attention_math_for_mps"))
-FUSED_BACKWARD = " ".join(f"_scaled_dot_product_{variant}_backward" for variant in VARIANTS)
+FUSED = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "fused_attention_overrideable")
+SDPA = " ".join(f"_scaled_dot_product_{variant}" for variant in (*FUSED, "attention_math", "attention_math_for_mps"))
+SDPA_BACKWARD = " ".join(f"_scaled_dot_product_{variant}_backward" for variant in FUSED)
 GATHERS = frozenset(("embedding", "gather", "index", "_unsafe_index", "index_select", "take"))
 """They read, of their first input, as much as they make."""
 
@@ -192,8 +192,8 @@ RULES: dict[str, tuple[str, Count]] = {
     **_rules("product", _distances, "_cdist_forward _cdist_backward _euclidean_dist"),
     **_rules("convolution", _convolution, "convolution _convolution"),
     **_rules("convolution", _convolution_backward, "convolution_backward"),
-    **_rules("attention", _attention(0, -2, 1, 1), FUSED),
-    **_rules("attention", _attention(1, -2, 3, 2), FUSED_BACKWARD),
+    **_rules("attention", _attention(0, -2, 1, 1), SDPA),
+    **_rules("attention", _attention(1, -2, 3, 2), SDPA_BACKWARD),
     **_rules("attention", _attention(0, -3, 1, 1), "_flash_attention_forward _efficient_attention_forward"),
     **_rules("attention", _attention(1, -3, 3, 2), "_flash_attention_backward _efficient_attention_backward"),
     **_rules("recurrent", _recurrent(1), "mkldnn_rnn_layer _cudnn_rnn miopen_rnn"),
