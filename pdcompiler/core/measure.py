@@ -1,9 +1,9 @@
 """Measure this computer: what `Machine.measure` gives.
 
-Two workers, one thread or one GPU each, time the same things at the same moment, as ranks do (two processes on one CPU share its
-memory bandwidth): a matrix product, a sum of large arrays, many sums of tiny ones. Then they send messages of several sizes to
-each other and back; a line is fitted to half of the time there and back. The workers are processes of their own, so that
-nothing of the caller's (threads, process groups) is touched. Not here: what an operator takes (`passes/tracing/profile.py`).
+Two workers, one thread on one core or one GPU each, time the same things at the same moment, as ranks do (two processes on one
+CPU share its memory bandwidth): a matrix product, a sum of large arrays, many sums of tiny ones. Then they send messages of
+several sizes to each other and back; a line is fitted to half of the time there and back. The workers are processes of their
+own, so that nothing of the caller's (threads, process groups) is touched. Not here: what an operator takes (`profile.py`).
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ def measure(*, dtype: str = "float32", timeout: float = 120.0, progress: Callabl
     return Machine("this computer", (level,), ((device, None),), overlap=gpus > 0)
 
 
-def _run_workers(
-    folder: Path, count: int, dtype: str, timeout: float, progress: Callable[[str], None] | None
-) -> None:
+def _run_workers(folder: Path, count: int, dtype: str, timeout: float, progress: Callable[[str], None] | None) -> None:
     """Start the workers and wait for them; none is left when this returns."""
     workers: list[subprocess.Popen[bytes]] = []
     deadline, told = time.monotonic() + timeout, 0
@@ -105,6 +103,9 @@ class _Worker:
         self.device = torch.device("cuda", rank) if self.on_gpu else torch.device("cpu")
         if self.on_gpu:
             torch.cuda.set_device(self.device)
+        elif hasattr(os, "sched_setaffinity"):
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
     def measure_device(self) -> dict[str, float | str]:
         """The fields of a Device."""
