@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from pdcompiler.core.loss import LossFunction
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Partition
 from pdcompiler.core.pass_manager import Watch, run_passes
+from pdcompiler.core.plan import Training
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.verify import verify_program, verify_ranks, verify_staged, verify_trace
-from pdcompiler.passes.partition.make_partition import cuts_at_modules, make_partition
+from pdcompiler.passes.partition.make_partition import cuts_at_modules, cuts_of, make_partition, plan_of_cuts, with_costs
 from pdcompiler.passes.partition.problem import make_problem
-from pdcompiler.passes.partition.search import search_cuts
 from pdcompiler.passes.program.insert_reductions import insert_reductions
 from pdcompiler.passes.program.insert_transfers import insert_transfers
 from pdcompiler.passes.program.lower_schedule import lower_schedule
@@ -46,6 +46,7 @@ from pdcompiler.passes.stages.split_shared_gradients import split_shared_gradien
 from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
 from pdcompiler.passes.tracing.trace import capture_joint
+from pdcompiler.planner import explain, judge, straight_plan
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Request:
     overlap: bool
     device: torch.device | None
     watch: Watch | None
+    training: Training = field(default_factory=Training)
 
 
 def trace_model(request: Request, batch: Batch, *, rows: int, symbolic: bool, gradients: bool) -> Trace:
@@ -74,10 +76,16 @@ def choose_partition(request: Request, trace: Trace, rows: int) -> Partition:
     """The stages: those that the user gave, or the best cut of this trace. Made once; all traces share it."""
     if isinstance(request.partition, Partition):
         return request.partition
-    problem = make_problem(trace, request.machine, rows)
-    given = request.partition
-    cuts = search_cuts(problem, request.world_size) if given is None else cuts_at_modules(problem, given)
-    return make_partition(trace, problem, cuts, rows, fingerprint(request.model))
+    machine = request.machine.take(request.world_size)
+    problem = make_problem(trace, machine, rows)
+    if request.partition is None:
+        found = straight_plan(problem.workload, machine, request.training)
+    else:
+        chosen = plan_of_cuts(problem, cuts_at_modules(problem, request.partition))
+        found = judge(chosen, problem.workload, machine, request.training)
+    partition = make_partition(trace, problem, cuts_of(problem, found.plan), fingerprint(request.model))
+    partition = with_costs(partition, problem.workload, found.plan, found.evaluation)
+    return replace(partition, explanation=explain(found, problem.workload, machine, request.training))
 
 
 def stage_trace(request: Request, trace: Trace, partition: Partition, rows: int) -> Staged:

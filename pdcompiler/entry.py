@@ -17,6 +17,7 @@ from pdcompiler.core.loss import LossFunction
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Partition
 from pdcompiler.core.pass_manager import Watch
+from pdcompiler.core.plan import SCHEDULE_KINDS, Training
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.holdings import Initialize
 from pdcompiler.outputs import LossWeight
@@ -74,7 +75,8 @@ def compile(
     held_on = _device(model, device)
     on_cuda = (held_on or next(iter(model.parameters()), torch.empty(0)).device).type == "cuda"
     given = read_partition(partition, model, world_size)
-    request = Request(model, world_size, loss_fn, _machine(machine, world_size), given, not on_cuda, held_on, watch)
+    chosen = _machine(machine, world_size)
+    request = Request(model, world_size, loss_fn, chosen, given, not on_cuda, held_on, watch, _training(schedule))
     options = Options(schedule, loss_weight, batch_dims, timeout, init)
     pipe = Pipeline(request, options, None if running is None else running[0])
     if example_args or example_kwargs:
@@ -127,6 +129,11 @@ def _machine(machine: Machine | str | Path | None, world_size: int) -> Machine:
     if not isinstance(machine, Machine):
         machine = Machine() if machine is None else Machine.load(machine)
     return machine.take(world_size)
+
+
+def _training(schedule: Schedule) -> Training:
+    """What the planner plans for: a schedule that it does not know counts as 1f1b."""
+    return Training(schedule.name if schedule.name in SCHEDULE_KINDS else "1f1b", schedule.microbatches)
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device | None:

@@ -31,7 +31,8 @@ FACE = ("__init__", "cli", "compiler", "entry", "pipeline", "planner", "runner",
 SEES_BOTH_SIDES = {f"pdcompiler/{name}.py" for name in FACE}
 READS_ENVIRONMENT = {"backends/distributed.py", "pdcompiler/compiler.py", "pdcompiler/pipeline.py"}
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
-HELPS_TESTS = {"pdcompiler/strategies.py", "pdcompiler/testing.py"}  # for users' tests, so these need the test extra
+# For users' tests, so these need the test extra:
+HELPS_TESTS = {f"pdcompiler/{name}.py" for name in ("strategies", "testing", "workload_strategies")}
 TOUCHES_PRIVATE_TORCH = {"passes/tracing/trace.py"}
 PRIVATE_TORCH = (
     "torch._dynamo",

@@ -13,13 +13,17 @@ from __future__ import annotations
 import bisect
 import difflib
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from torch import fx
 
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.ir import ModuleCall, Trace, evaluate, module_of, type_of
 from pdcompiler.core.partition import Partition, Problem, StagePlan
+from pdcompiler.core.plan import Evaluation, Plan, PlannedStage
 from pdcompiler.core.values import readers_of
+from pdcompiler.core.workload import Workload
 
 
 def cuts_at_modules(problem: Problem, paths: Sequence[str]) -> list[int]:
@@ -53,7 +57,7 @@ def _prefixes(path: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
-def make_partition(trace: Trace, problem: Problem, cuts: Sequence[int], rows: int, model: str) -> Partition:
+def make_partition(trace: Trace, problem: Problem, cuts: Sequence[int], model: str) -> Partition:
     """The Partition of a trace cut before the positions `cuts`."""
     stage = {node: bisect.bisect_right(cuts, i) for i, node in enumerate(problem.nodes)}
     parameters: list[dict[str, int]] = [{} for _ in range(len(cuts) + 1)]
@@ -63,18 +67,40 @@ def make_partition(trace: Trace, problem: Problem, cuts: Sequence[int], rows: in
             for reader in sorted({stage[user] for user in readers_of(node) if user in stage}):
                 parameters[reader][name] = evaluate(type_of(node).nbytes(), 1)
     _place_unread(trace, parameters)
-    calls = _whole_calls(stage)
-    bounds = [0, *cuts, len(problem.nodes)]
-    return Partition(
-        tuple(
-            StagePlan(
-                tuple(parameters[i]), tuple(calls[i]), sum(parameters[i].values()),
-                float(problem.seconds[bounds[i] : bounds[i + 1]].sum()), int(problem.sent[bounds[i + 1]]) if i < len(cuts) else 0,
-            )
-            for i in range(len(cuts) + 1)
-        ),
-        model,
+    stages = zip(parameters, _whole_calls(stage), strict=True)
+    return Partition(tuple(StagePlan(tuple(held), tuple(calls), sum(held.values())) for held, calls in stages), model)
+
+
+def with_costs(partition: Partition, workload: Workload, plan: Plan, evaluation: Evaluation) -> Partition:
+    """The same with what a plan and its evaluation say of each stage."""
+    sent = _sent_bytes(workload, plan)
+    costs = zip(partition.stages, plan.stages, evaluation.stages, sent, strict=True)
+    stages = tuple(
+        replace(stage, seconds=cost.compute, sent_bytes=nbytes, replicas=planned.replicas, recompute=planned.recompute, cost=cost)
+        for stage, planned, cost, nbytes in costs
     )
+    return replace(partition, stages=stages, pipelines=plan.pipelines)
+
+
+def cuts_of(problem: Problem, plan: Plan) -> list[int]:
+    """The positions at which a plan's stages begin, but the first."""
+    return [problem.places[stage.layers[0]] for stage in plan.stages[1:]]
+
+
+def plan_of_cuts(problem: Problem, cuts: Sequence[int]) -> Plan:
+    """The inverse: one replica a stage."""
+    firsts = [0, *(bisect.bisect_right(problem.places, cut) - 1 for cut in cuts), len(problem.places)]
+    return Plan(tuple(PlannedStage(tuple(range(first, last))) for first, last in pairwise(firsts)))
+
+
+def _sent_bytes(workload: Workload, plan: Plan) -> list[int]:
+    """What crosses the border behind each stage per microbatch, one way."""
+    stage = {layer: index for index, planned in enumerate(plan.stages) for layer in planned.layers}
+    sent = [0.0] * len(plan.stages)
+    for value in workload.values:
+        for border in range(stage[value.producer], max(stage[reader] for reader in value.consumers)):
+            sent[border] += value.bytes
+    return [int(nbytes) for nbytes in sent]
 
 
 def _place_unread(trace: Trace, parameters: list[dict[str, int]]) -> None:

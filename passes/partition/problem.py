@@ -1,23 +1,27 @@
-"""A trace as a row of forward operations with costs, and the places where it may be cut.
+"""A trace as a row of layers with costs: what runs between two neighbouring places where a stage may begin.
 
-    position      0        1       2         3
-    operation     embed    block   block     head     (forward nodes in the order the model runs them)
-    seconds       0.1      2.0     2.0       1.0      forward and the backward that it causes
-    cut before 2: bytes of the activations that are made before and read after
+    forward nodes   embed   norm  linear gelu linear add   norm linear ...  (in the order the model runs them)
+    a stage may     |       |     |           |            |    |           where its first operation names it
+    begin
+    layers          [embed] [norm][linear gelu][linear add][norm][linear ...
 
-Values that every rank can make for itself (masks, position ids) and views of weights cross nothing. A cut may not part the
-reads of a written buffer from its new value, a value of data-dependent shape from its readers, nor the readers of a parameter
-within one module call (the steps of an LSTM): a Partition could not say it. Not here: where to cut.
+A layer's backward is what its forward operations cause. Values that every rank can make for itself (masks, position ids) and
+views of weights cross nothing. A cut may not part the reads of a written buffer from its new value, a value of data-dependent
+shape from its readers, nor the readers of a parameter within one module call (the steps of an LSTM): a Partition could not say
+it. Not here: where to cut.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
+from itertools import pairwise
 
 import numpy
 import numpy.typing
 from torch import fx
 
+from pdcompiler.core.cost import FIELDS, CostTable
 from pdcompiler.core.ir import (
     ModuleCall,
     Trace,
@@ -31,34 +35,103 @@ from pdcompiler.core.ir import (
     type_of,
 )
 from pdcompiler.core.machine import Machine
-from pdcompiler.core.partition import Flags, Floats, Problem
-from pdcompiler.core.value_type import estimate
+from pdcompiler.core.partition import Flags, Problem
 from pdcompiler.core.values import Origins, readers_of
+from pdcompiler.core.workload import Floats, Value, Workload
 
 
 def make_problem(trace: Trace, machine: Machine, rows: int) -> Problem:
     """Price the trace for microbatches of `rows` rows."""
-    origins = Origins(trace)
     nodes = [n for n in trace.graph.nodes if n.op == "call_function" and not is_backward(n) and not is_integer(n)]
     place = {node: i for i, node in enumerate(nodes)}
+    origins = Origins(trace)
     free = (origins.batch_values | origins.weight_values) - origins.parameter_values
-    seconds = _seconds(trace, nodes, machine, rows)
-    sent, messages, legal = numpy.zeros(len(nodes)), numpy.zeros(len(nodes)), numpy.ones(len(nodes), dtype=bool)
+    crossing = _crossing(place, free, rows)
+    legal = numpy.ones(len(nodes), dtype=bool)
     legal[0] = False
-    for node in nodes:
-        last = max((place[user] for user in node.users if user in place), default=-1)
-        if last <= place[node] or node in free:
-            continue
-        between = slice(place[node] + 1, last + 1)
-        type = type_of(node)
-        if not isinstance(type, ValueType) or has_data_dependent_shape(type):
-            legal[between] = False
-        else:
-            sent[between] += evaluate(type.nbytes(), rows)
-            messages[between] += 1
+    for node, (last, nbytes) in crossing.items():
+        if nbytes is None:
+            legal[place[node] + 1 : last + 1] = False
     for first, last in (*_written_buffers(trace, place), *_parameters_in_calls(trace, place)):
         legal[first + 1 : last + 1] = False
-    return Problem(nodes, seconds, sent, messages, legal, _anchored(trace, place), machine)
+    begins = [0, *map(int, numpy.flatnonzero(legal & _anchored(trace, place))), len(nodes)]
+    places = _with_work(begins, [free.issuperset(nodes[first:last]) for first, last in pairwise(begins)])
+    layer = {node: bisect.bisect_right(places, i) - 1 for i, node in enumerate(nodes)}
+    return Problem(nodes, places, legal, _workload(trace, nodes, places, layer, crossing, machine, rows))
+
+
+def _with_work(begins: list[int], is_free: list[bool]) -> tuple[int, ...]:
+    """Where layers begin, if what only makes free values belongs to the layer that follows."""
+    kept = [begin for begin, before_is_free in zip(begins, [False, *is_free], strict=False) if not before_is_free]
+    return tuple(kept[:-1] if kept[-1] == begins[-1] else kept)
+
+
+def _crossing(place: dict[fx.Node, int], free: set[fx.Node], rows: int) -> dict[fx.Node, tuple[int, int | None]]:
+    """Of each value that a cut may part from a reader: the last reader's position, and its bytes, None where it can't cross."""
+    crossing: dict[fx.Node, tuple[int, int | None]] = {}
+    for node in place:
+        last = max((place[user] for user in node.users if user in place), default=-1)
+        if last > place[node] and node not in free:
+            type = type_of(node)
+            fixed = isinstance(type, ValueType) and not has_data_dependent_shape(type)
+            crossing[node] = (last, evaluate(type.nbytes(), rows) if fixed else None)
+    return crossing
+
+
+def _workload(
+    trace: Trace, nodes: list[fx.Node], places: tuple[int, ...], layer: dict[fx.Node, int],
+    crossing: dict[fx.Node, tuple[int, int | None]], machine: Machine, rows: int,
+) -> Workload:  # fmt: skip
+    computed = [node for node in trace.graph.nodes if node.op == "call_function"]
+    at, is_back = _layer_of_all(computed, layer, len(places)), numpy.array([is_backward(node) for node in computed])
+    table = CostTable([cost_of(node) for node in computed])
+    columns = dict(zip(FIELDS, table.at(rows).T, strict=True))
+    measured = table.seconds_at(rows)
+    forward, backward = (numpy.zeros((len(machine.devices), len(places))) for _ in range(2))
+    for kind, (device, _) in enumerate(machine.devices):
+        moved = columns["bytes_read"] + columns["bytes_written"]
+        modelled = columns["flops"] / device.flops_per_second + moved / device.memory_bytes_per_second
+        modelled += columns["operations"] * device.seconds_per_operation
+        seconds = numpy.where(numpy.isnan(measured), modelled, measured)
+        numpy.add.at(forward[kind], at[~is_back], seconds[~is_back])
+        numpy.add.at(backward[kind], at[is_back], seconds[is_back])
+    saved, working = numpy.zeros(len(places)), numpy.zeros(len(places))
+    numpy.add.at(saved, at, columns["saved_bytes"])
+    numpy.maximum.at(working, at, columns["output_bytes"])
+    values: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
+    for node, (_, nbytes) in crossing.items():
+        consumers = tuple(sorted({layer[user] for user in node.users if user in layer} - {layer[node]}))
+        if consumers and nbytes is not None:
+            values[layer[node], consumers] += nbytes
+    return Workload(
+        tuple(_name(nodes[start]) for start in places), forward, backward, _parameters(trace, layer, len(places)), saved, working,
+        tuple(Value(*key, nbytes) for key, nbytes in values.items()), rows=rows,
+    )  # fmt: skip
+
+
+def _name(node: fx.Node) -> str:
+    return str(module_of(node)) or node.name
+
+
+def _parameters(trace: Trace, layer: dict[fx.Node, int], layers: int) -> Floats:
+    """Bytes of parameters by layer. One that several modules read (a tied head) counts with each: their stages will hold it;
+    one that a module reads in several calls counts with the first."""
+    nbytes = numpy.zeros(layers)
+    for node in trace.graph.nodes:
+        if node.op == "placeholder" and trace.inputs[node.name].kind == "parameter":
+            first = {module_of(reader).path: layer[reader] for reader in reversed(readers_of(node)) if reader in layer}
+            for index in set(first.values()):
+                nbytes[index] += evaluate(type_of(node).nbytes(), 1)
+    return nbytes
+
+
+def _layer_of_all(computed: list[fx.Node], layer: dict[fx.Node, int], layers: int) -> numpy.typing.NDArray[numpy.int64]:
+    """A backward operation counts for the forward operation with its seq_nr, the first of those that share it: one without
+    gradient has the number of the one before."""
+    first: dict[int, int] = {}
+    for node, index in layer.items():
+        first.setdefault(node.meta["seq_nr"], index)
+    return numpy.array([layer.get(node, first.get(node.meta.get("seq_nr", -1), layers - 1)) for node in computed])
 
 
 def _anchored(trace: Trace, place: dict[fx.Node, int]) -> Flags:
@@ -72,19 +145,6 @@ def _anchored(trace: Trace, place: dict[fx.Node, int]) -> Flags:
         anchored[position] |= module_of(node) not in begun
         begun.add(module_of(node))
     return anchored
-
-
-def _seconds(trace: Trace, nodes: list[fx.Node], machine: Machine, rows: int) -> Floats:
-    """Backward operations count for the forward operation with their seq_nr, the first of those that share it: one without
-    gradient has the number of the one before."""
-    place = {node.meta["seq_nr"]: i for i, node in reversed(list(enumerate(nodes)))}
-    seconds = numpy.zeros(len(nodes))
-    at = {node: i for i, node in enumerate(nodes)}
-    for node in trace.graph.nodes:
-        if node.op == "call_function":
-            index = at.get(node, place.get(node.meta.get("seq_nr"), len(nodes) - 1))
-            seconds[index] += estimate(machine.compute_seconds(cost_of(node)), rows)
-    return seconds
 
 
 def _written_buffers(trace: Trace, place: dict[fx.Node, int]) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ Not here: how a partition is found (`passes/partition/`), nor how a trace is sta
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,48 +17,56 @@ import numpy.typing
 from torch import fx
 
 from pdcompiler.core.errors import CompileError
+from pdcompiler.core.explanation import Explanation, amount, seconds
 from pdcompiler.core.ir import ModuleCall
-from pdcompiler.core.machine import Machine
+from pdcompiler.core.plan import StageCost
+from pdcompiler.core.workload import Workload
 
-Floats: TypeAlias = numpy.typing.NDArray[numpy.float64]
 Flags: TypeAlias = numpy.typing.NDArray[numpy.bool_]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Problem:
-    """A trace as a row of forward operations with costs. nodes: in the order the model runs them.   seconds[i]: of node i
-    with the backward that it causes.   sent[i], messages[i]: bytes and values that cross a cut before node i, one way.
-    legal[i]: whether a cut may stand before node i.   anchored[i]: whether the stage that would begin there can be told by
-    its first operation, which reads a parameter or begins a module call."""
+    """A trace as a row of layers. nodes: its forward operations, in the order the model runs them.   places: the first node of
+    each layer: 0, and wherever a stage may begin.   legal: whether a cut may stand before a node.   workload: the layers."""
 
     nodes: list[fx.Node]
-    seconds: Floats
-    sent: Floats
-    messages: Floats
+    places: tuple[int, ...]
     legal: Flags
-    anchored: Flags
-    machine: Machine
+    workload: Workload
 
 
 @dataclass(frozen=True)
 class StagePlan:
     """One stage. parameters: canonical names (a tied one may stand in several stages).   calls: the module calls that lie
     wholly on it, in order.   parameter_bytes, seconds (forward and backward of one microbatch, estimated), sent_bytes (to
-    the next stage per microbatch)."""
+    the next stage per microbatch).   replicas: how many ranks hold it.   recompute: whether backward runs the forward again.
+    cost: what the planner predicts, in full."""
 
     parameters: tuple[str, ...]
     calls: tuple[ModuleCall, ...]
     parameter_bytes: int = 0
     seconds: float = 0.0
     sent_bytes: int = 0
+    replicas: int = 1
+    recompute: bool = False
+    cost: StageCost | None = None
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The stages of a model, in order. model: a fingerprint of the parameters' names and shapes that it is for."""
+    """The stages of a model, in order. model: a fingerprint of the parameters' names and shapes that it is for.   pipelines:
+    how often the whole is replicated.   explanation: why it is so; None where nobody predicted anything."""
 
     stages: tuple[StagePlan, ...]
     model: str = ""
+    pipelines: int = 1
+    explanation: Explanation | None = None
+
+    @property
+    def devices(self) -> int:
+        """How many ranks it takes."""
+        return self.pipelines * sum(stage.replicas for stage in self.stages)
 
     def owners(self) -> dict[str, tuple[int, ...]]:
         """The stages that own each parameter."""
@@ -86,26 +94,25 @@ class Partition:
         """The inverse of `from_json`."""
         stages = [
             {
-                "parameters": list(s.parameters), "calls": [str(c) for c in s.calls], "parameter_bytes": s.parameter_bytes,
-                "seconds": s.seconds, "sent_bytes": s.sent_bytes,
+                "parameters": list(s.parameters), "calls": [str(c) for c in s.calls], "replicas": s.replicas,
+                "recompute": s.recompute, "parameter_bytes": s.parameter_bytes, "seconds": s.seconds, "sent_bytes": s.sent_bytes,
+                "cost": None if s.cost is None else asdict(s.cost),
             }
             for s in self.stages
-        ]
-        return json.dumps({"model": self.model, "stages": stages}, indent=1)
+        ]  # fmt: skip
+        why = None if self.explanation is None else self.explanation.to_data()
+        return json.dumps({"model": self.model, "pipelines": self.pipelines, "stages": stages, "explanation": why}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Partition:
         """Raises CompileError where the text is no partition."""
         try:
             data: Any = json.loads(text)
-            stages = tuple(
-                StagePlan(
-                    tuple(s["parameters"]), tuple(map(parse_call, s["calls"])), int(s.get("parameter_bytes", 0)),
-                    float(s.get("seconds", 0.0)), int(s.get("sent_bytes", 0)),
-                )
-                for s in data["stages"]
-            )
-            return Partition(stages, str(data.get("model", "")))
+            why = data.get("explanation")
+            return Partition(
+                tuple(map(_stage_plan, data["stages"])), str(data.get("model", "")), int(data.get("pipelines", 1)),
+                None if why is None else Explanation.from_data(why),
+            )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CompileError(
                 f"the text is no partition: {type(error).__name__}: {error}",
@@ -129,15 +136,45 @@ class Partition:
         return Partition.from_json(text)
 
     def __str__(self) -> str:
-        whole = sum(stage.seconds for stage in self.stages) or 1.0
-        header = ("stage", "modules", "parameters", "share", "sends")
-        rows = [
-            (str(i), self.modules(i), f"{_amount(s.parameter_bytes)}B", f"{s.seconds / whole:.0%}", f"{_amount(s.sent_bytes)}B")
-            for i, s in enumerate(self.stages)
-        ]
-        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows))
-        return "\n".join(line.rstrip() for line in lines)
+        """A table of the stages, and below it the explanation."""
+        rows = [_HEADER, *(self._row(index) for index in range(len(self.stages)))]
+        kept = [column for column in range(len(_HEADER)) if any(row[column] for row in rows[1:])]
+        widths = [max(len(row[column]) for row in rows) for column in kept]
+        lines = ["  ".join(row[c].ljust(width) for c, width in zip(kept, widths, strict=True)).rstrip() for row in rows]
+        if self.pipelines > 1:
+            lines.append(f"all of it {self.pipelines} times, each over {self.devices // self.pipelines} ranks")
+        return "\n".join(lines + ([] if self.explanation is None else self.explanation.lines()))
+
+    def _row(self, index: int) -> tuple[str, ...]:
+        stage = self.stages[index]
+        whole = sum(other.seconds for other in self.stages) or 1.0
+        first = sum(other.replicas for other in self.stages[:index])
+        ranks = str(first) if stage.replicas == 1 else f"{first} to {first + stage.replicas - 1}"
+        row = (str(index), self.modules(index), ranks, f"{amount(stage.parameter_bytes)}B", f"{stage.seconds / whole:.0%}")
+        if stage.cost is None:
+            return (*row, f"{amount(stage.sent_bytes)}B", "", "", "", "")
+        slowest = max(other.cost.seconds for other in self.stages if other.cost is not None)
+        cost = stage.cost
+        times = (seconds(cost.compute), seconds(cost.entering + cost.leaving), seconds(cost.reduce) if cost.reduce else "")
+        busy = f"{cost.seconds / slowest:.0%}" + (" recomputes" if stage.recompute else "")
+        return (*row, f"{amount(stage.sent_bytes)}B", *times, f"{amount(cost.memory)}B", busy)
+
+
+_HEADER = (
+    "stage", "modules", "ranks", "parameters", "share", "sends", "compute", "transfers", "all-reduce", "memory", "of bottleneck",
+)  # fmt: skip
+
+
+def _stage_plan(data: dict[str, Any]) -> StagePlan:
+    cost = data.get("cost")
+    replicas = int(data.get("replicas", 1))
+    if replicas < 1:
+        raise ValueError(f"replicas is {replicas}")
+    return StagePlan(
+        tuple(data["parameters"]), tuple(map(parse_call, data["calls"])), int(data.get("parameter_bytes", 0)),
+        float(data.get("seconds", 0.0)), int(data.get("sent_bytes", 0)), replicas, bool(data.get("recompute", False)),
+        None if cost is None else StageCost(**cost),
+    )  # fmt: skip
 
 
 def parse_call(text: str) -> ModuleCall:
@@ -145,10 +182,3 @@ def parse_call(text: str) -> ModuleCall:
     path, _, number = text.partition("#")
     return ModuleCall(path, int(number or 0))
 
-
-def _amount(count: float) -> str:
-    for unit in ("", "Ki", "Mi", "Gi"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} Ti"
