@@ -2,14 +2,14 @@
 
 Two workers, one thread on one core or one GPU each, time the same things at the same moment, as ranks do (two processes on one
 CPU share its memory bandwidth): a matrix product, a sum of large arrays, many sums of tiny ones. Then they send messages of
-several sizes to each other and back; a line is fitted to half of the time there and back. The workers are processes of their
-own, so that nothing of the caller's (threads, process groups) is touched. Not here: what an operator takes (`profile.py`).
+several sizes to each other and back, each computing a little before it answers, so that the other has to be woken, as in a
+pipeline; a line is fitted to half of the time there and back. The workers are processes of their own, so that nothing of the
+caller's (threads, process groups) is touched. Not here: what an operator takes (`profile.py`).
 """
 
 from __future__ import annotations
 
 import datetime
-import functools
 import json
 import math
 import os
@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pdcompiler.core.errors import WorkerError
 from pdcompiler.core.machine import Device, Level, Machine
@@ -32,7 +31,7 @@ from pdcompiler.core.machine import Device, Level, Machine
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from pdcompiler.core.measure import work; work(*sys.argv[2:])"
 FIGURES, SAID = "figures.json", "said"
 MESSAGE_BYTES = tuple(4**k for k in range(1, 12))
-REPETITIONS, BLOCK_SECONDS = 9, 0.02
+MESSAGES, BLOCKS, BLOCK_SECONDS = 30, 15, 0.02
 
 
 def measure(*, dtype: str = "float32", timeout: float = 120.0, progress: Callable[[str], None] | None = None) -> Machine:
@@ -132,34 +131,42 @@ class _Worker:
         if self.count == 1:
             return {"bytes_per_second": math.inf, "latency_seconds": 0.0}
         self.say("messages")
-        seconds = []
-        for nbytes in MESSAGE_BYTES:
-            value = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-            seconds.append(self.time(functools.partial(self.there_and_back, value), once=10) / 2)
+        seconds = [self.message_seconds(nbytes) for nbytes in MESSAGE_BYTES]
         latency, bytes_per_second = fit_line(MESSAGE_BYTES, seconds)
         return {"bytes_per_second": bytes_per_second, "latency_seconds": latency}
 
-    def there_and_back(self, value: Tensor) -> None:
-        """A message to the other worker, and its answer."""
-        other = 1 - self.rank
-        for sender in (0, 1):
-            if self.rank == sender:
-                dist.send(value, other)
-            else:
-                dist.recv(value, other)
-
-    def time(self, run: Callable[[], object], once: int = 0) -> float:
-        """Median seconds of a call, over blocks of calls that begin on all workers at once. once: calls in a block."""
-        run()
-        if not once:
-            once = max(1, math.ceil(BLOCK_SECONDS / self.block(run, 3)))
-            agreed = torch.tensor(once, device=self.device)
-            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-            once = int(agreed)
-        blocks = []
-        for _ in range(REPETITIONS):
+    def message_seconds(self, nbytes: int) -> float:
+        """Of one message: half of what an answer takes, without the computing that the other does first."""
+        value = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        matrix = torch.ones(384, 384, device=self.device)
+        computing, answered = [], []
+        for _ in range(MESSAGES):
             dist.barrier()
-            blocks.append(self.block(run, once))
+            for sender in (0, 1):
+                if self.rank == sender:
+                    computing.append(self.block(lambda: torch.mm(matrix, matrix), 1))
+                    start = time.perf_counter()
+                    dist.send(value, 1 - self.rank)
+                else:
+                    dist.recv(value, 1 - self.rank)
+            self.wait()
+            answered.append(time.perf_counter() - start)
+        return max((statistics.median(answered) - statistics.median(computing)) / 2, 1e-9)
+
+    def wait(self) -> None:
+        """Until the device is done."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def time(self, run: Callable[[], object]) -> float:
+        """Median seconds of a call, over blocks of calls that begin on all workers at once."""
+        run()
+        calls = torch.tensor(max(1, math.ceil(BLOCK_SECONDS / self.block(run, 3))), device=self.device)
+        dist.all_reduce(calls, op=dist.ReduceOp.MAX)
+        blocks = []
+        for _ in range(BLOCKS):
+            dist.barrier()
+            blocks.append(self.block(run, int(calls)))
         return statistics.median(blocks)
 
     def block(self, run: Callable[[], object], calls: int) -> float:
@@ -167,8 +174,7 @@ class _Worker:
         start = time.perf_counter()
         for _ in range(calls):
             run()
-        if self.on_gpu:
-            torch.cuda.synchronize()
+        self.wait()
         return (time.perf_counter() - start) / calls
 
     def say(self, what: str) -> None:
