@@ -1,11 +1,12 @@
 """How well is the time of a step predicted from the costs of its stages?
 
 GPT, ResNet and LSTM models on two ranks, gloo, one thread pinned to one core each, 1f1b with 8 microbatches, several cuts. Costs
-are measured in the same run: the link and the memory by `Machine.measure`, each stage's forward and backward in steps of their
-own, between those that are timed. `core/timing.py` walks the schedule with them; a backward also adds up its gradients, which
-moves three times its parameters' bytes.
+are measured in the same run: the link and the memory by `Machine.measure`, the operations by `passes/tracing/profile.py` on both
+ranks at once (or, with --costs functions, each stage's functions in steps of their own, between those that are timed).
+`core/timing.py` walks the schedule with them; a backward also adds up its gradients, which moves three times its parameters'
+bytes.
 
-    python benchmarks/prediction.py [--steps 30] [--machine FILE] [--check]
+    python benchmarks/prediction.py [--steps 30] [--machine FILE] [--costs functions] [--check]
 
 The residual is predicted / measured - 1. With --check it exits 1 where the median of its size over models and cuts is above 15 %.
 """
@@ -27,84 +28,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt import VOCABULARY, Gpt, token_loss
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import ResNetConfig, ResNetForImageClassification
+from small_models import CASES, MICROBATCHES, Case
+from torch import Tensor
 
 import pdcompiler
+from pdcompiler.compiler import trace_model
 from pdcompiler.core import ops
-from pdcompiler.core.ir import evaluate, type_of
-from pdcompiler.core.machine import Machine
+from pdcompiler.core.batch import read_batch
+from pdcompiler.core.ir import cost_of, evaluate, is_backward, stage_of, type_of
+from pdcompiler.core.machine import Device, Machine
 from pdcompiler.core.timing import Timing, timing
+from pdcompiler.core.value_type import estimate
+from pdcompiler.passes.stages.assign_stages import assign_stages
 
-RANKS, MICROBATCHES, WARM_UP, BAR = 2, 8, 3, 0.15
+RANKS, WARM_UP, BAR = 2, 3, 0.15
 HOOKED_EVERY = 3
 """One in so many steps is for the costs, the others are timed."""
-
-
-class Lstm(nn.Module):
-    """A language model of four LSTM layers."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(4))
-        self.head = nn.Linear(width, VOCABULARY)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.embedding(ids)
-        for layer in self.layers:
-            hidden = layer(hidden)[0]
-        result: Tensor = self.head(hidden)
-        return result
-
-
-class ResNet(nn.Module):
-    """Hugging Face's, of four stages."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        sizes = [width, 2 * width, 4 * width, 8 * width]
-        config = ResNetConfig(embedding_size=width, hidden_sizes=sizes, depths=[2, 2, 2, 2], layer_type="basic", num_labels=10)
-        self.whole = ResNetForImageClassification(config)
-
-    def forward(self, image: Tensor) -> Tensor:
-        logits: Tensor = self.whole(image).logits
-        return logits
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model with one batch, and where it is cut, one cut a pipeline."""
-
-    name: str
-    make: Callable[[], nn.Module]
-    batch: Callable[[], tuple[Tensor, Tensor]]
-    loss_fn: Callable[[Tensor, Tensor], Tensor]
-    cuts: tuple[str, ...]
-
-
-def sentences(rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Token ids and targets for all microbatches."""
-    ids, target = torch.randint(VOCABULARY, (2, rows * MICROBATCHES, length))
-    return ids, target
-
-
-def images(rows: int, size: int) -> tuple[Tensor, Tensor]:
-    """Images and classes for all microbatches."""
-    return torch.randn(rows * MICROBATCHES, 3, size, size), torch.randint(10, (rows * MICROBATCHES,))
-
-
-GPT_CUTS, STAGES = ("layers.2", "layers.4", "layers.6"), "whole.resnet.encoder.stages"
-CASES = (
-    Case("GPT 64,32,2", lambda: Gpt(64), lambda: sentences(2, 32), token_loss, GPT_CUTS),
-    Case("GPT 128,64,2", lambda: Gpt(128), lambda: sentences(2, 64), token_loss, GPT_CUTS),
-    Case("ResNet 16,64,4", lambda: ResNet(16), lambda: images(4, 64), F.cross_entropy, tuple(f"{STAGES}.{i}" for i in (1, 2, 3))),
-    Case("LSTM 128,16,4", lambda: Lstm(128), lambda: sentences(4, 16), token_loss, ("layers.1", "layers.2", "layers.3")),
-)
 
 
 class Clock:
@@ -136,14 +77,45 @@ class Clock:
         self.calls[name].append(time.perf_counter() - self.begun)
 
 
-def stage_costs(clock: Clock) -> tuple[list[float], list[float]]:
-    """Seconds of one microbatch's forward and backward on each stage, known to all ranks."""
-    gathered: list[Any] = [None] * RANKS
-    dist.all_gather_object(gathered, {name: statistics.median(values) for name, values in clock.seconds.items()})
-    medians = {name: value for one in gathered for name, value in one.items()}
-    phases = ([medians[f"stage{stage}_{phase}"] for stage in range(RANKS)] for phase in ("forward", "backward"))
-    forward, backward = phases
+def function_costs(clock: Clock) -> tuple[float, float]:
+    """Seconds of one microbatch's forward and backward on this rank's stage, from the steps with a clock."""
+    forward, backward = (statistics.median(clock.seconds[f"stage{dist.get_rank()}_{phase}"]) for phase in ("forward", "backward"))
     return forward, backward
+
+
+class Profiler:
+    """The same from profiles of the model's operations, summed over those of this rank's stage."""
+
+    def __init__(self, pipe: pdcompiler.Pipeline, data: Tensor, target: Tensor, device: Device) -> None:
+        self.pipe, self.device, self.rows = pipe, device, len(data) // MICROBATCHES
+        self.batch = read_batch(pipe.request.model, (data,), {}, target, None)
+        self.taken: list[tuple[float, float]] = []
+
+    def run(self) -> None:
+        """Profile once more: before and after the timed steps, in case other work comes or goes."""
+        from pdcompiler.passes.tracing.profile import apply_profile, profile_trace
+
+        request, options = self.pipe.request, {"rows": self.rows, "fingerprint": ""}
+        trace = trace_model(request, self.batch, rows=self.rows, symbolic=False, gradients=True)
+        dist.barrier()
+        profile = profile_trace(trace, request.model, self.batch, loss_fn=request.loss_fn, **options)
+        assign_stages(apply_profile(trace, profile=profile, device=self.device, fingerprint=""), self.pipe.partition)
+        own = [node for node in trace.graph.nodes if node.op == "call_function" and stage_of(node) == dist.get_rank()]
+        sides = ([node for node in own if is_backward(node) == side] for side in (False, True))
+        forward, backward = (sum(estimate(cost_of(node).seconds or 0.0, self.rows) for node in side) for side in sides)
+        self.taken.append((forward, backward))
+
+    def costs(self) -> tuple[float, float]:
+        """The mean of the profiles."""
+        forward, backward = map(statistics.fmean, zip(*self.taken, strict=True))
+        return forward, backward
+
+
+def of_all_ranks(costs: tuple[float, float]) -> tuple[list[float], list[float]]:
+    """Forward and backward of each stage."""
+    gathered: list[Any] = [None] * RANKS
+    dist.all_gather_object(gathered, costs)
+    return [forward for forward, _ in gathered], [backward for _, backward in gathered]
 
 
 def transfer_seconds(pipe: pdcompiler.Pipeline, machine: Machine, phase: str) -> float:
@@ -196,7 +168,7 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def rows_of(case: Case, machine: Machine, steps: int) -> Iterator[Row]:
+def rows_of(case: Case, machine: Machine, steps: int, costs: str) -> Iterator[Row]:
     """Measure and predict each cut of a model."""
     for cut in case.cuts:
         torch.manual_seed(0)
@@ -213,18 +185,23 @@ def rows_of(case: Case, machine: Machine, steps: int) -> Iterator[Row]:
 
         for _ in range(WARM_UP):
             step()
+        profiler = Profiler(pipe, data, target, machine.device_of(0)) if costs == "profile" else None
+        if profiler is not None:
+            profiler.run()
         for number in range(steps):
             if number % HOOKED_EVERY:
                 measured.append(seconds_of(step))
             else:
                 dist.barrier()
                 clock.run(step)
-        forward, backward = stage_costs(clock)
+        if profiler is not None:
+            profiler.run()
+        forward, backward = of_all_ranks(function_costs(clock) if profiler is None else profiler.costs())
         expected = predict(pipe, machine, forward, backward)
         yield Row(case.name, cut, forward, backward, max(expected.bubble), expected.finish, statistics.median(measured))
 
 
-def main(machine: Machine, steps: int, check: bool) -> int:
+def main(machine: Machine, steps: int, costs: str, check: bool) -> int:
     """Measure each model and cut, print the table, and judge. Only rank 0 prints."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -238,7 +215,7 @@ def main(machine: Machine, steps: int, check: bool) -> int:
     title = f"{RANKS} ranks, {MICROBATCHES} microbatches; a message takes {link}; stages: forward + backward of a microbatch"
     table, residuals = Table(*columns, title=title, title_justify="left"), []
     for case in CASES:
-        for row in rows_of(case, machine, steps):
+        for row in rows_of(case, machine, steps, costs):
             stages = [f"{f * 1e3:.2f} + {b * 1e3:.2f} ms" for f, b in zip(row.forward, row.backward, strict=True)]
             times = [f"{seconds * 1e3:.1f} ms" for seconds in (row.bubble, row.predicted, row.measured)]
             table.add_row(row.case, row.cut.removeprefix("whole.resnet."), *stages, *times, f"{row.residual:+.1%}")
@@ -257,6 +234,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--machine", help="a ready machine or a TOML file; left out: measured now")
+    parser.add_argument("--costs", choices=("profile", "functions"), default="profile")
     parser.add_argument("--check", action="store_true")
     return parser.parse_args(arguments)
 
@@ -275,5 +253,5 @@ def launch(arguments: Sequence[str], machine: str | None) -> int:
 if __name__ == "__main__":
     given = parse(sys.argv[1:])
     if "RANK" in os.environ:
-        sys.exit(main(Machine.load(given.machine), given.steps, given.check))
+        sys.exit(main(Machine.load(given.machine), given.steps, given.costs, given.check))
     sys.exit(launch(sys.argv[1:], given.machine))
