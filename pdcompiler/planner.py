@@ -1,78 +1,70 @@
-"""The planner on one page: from layers with costs and a machine to the best plan, with a bound that says how good it is.
+"""The planner on one page: from layers with costs and a machine to the best plan, with its bound and its reasons.
 
-    Workload --spans--> every possible stage --search--> Plan --evaluate--> what it takes, and a bound that no plan beats
+    Workload --spans--> every possible stage --search, for each number of pipelines--> Plan --evaluate--> what it takes
 
-Every number of pipelines that fits the machine's levels is searched. Asynchronous plans on equal devices: by the fewest devices
-within a time (`probe.py`), bisected. All others: by the recurrence over devices (`by_devices.py`); for a flushing step under caps
-on the slowest stage, each interval of caps bounded from below, until none can beat the best (PLANNER 4.3).
-
-One device and pure data parallelism are plans with one stage, so they are always among the candidates.
+One device and pure data parallelism are plans with one stage, so they are always among the candidates. A plan is judged by
+`evaluate` alone, the user's own too. Not here: how one class of plans is searched (`search.py`).
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 import numpy
 
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.explanation import Border, Explanation
+from pdcompiler.core.explanation import Border, Explanation, amount
+from pdcompiler.core.lattice import graph_of
 from pdcompiler.core.machine import Machine
-from pdcompiler.core.plan import Choice, Evaluation, Plan, PlannedStage, Training
+from pdcompiler.core.plan import Plan, PlannedStage, StageCost, Training
 from pdcompiler.core.spans import Spans
-from pdcompiler.core.stage_time import Terms, terms_of
 from pdcompiler.core.workload import Workload
-from pdcompiler.passes.partition.by_devices import Table, best_by_devices
+from pdcompiler.core.workload import in_order as reordered
 from pdcompiler.passes.partition.evaluate import evaluate
-from pdcompiler.passes.partition.probe import fewest_devices
+from pdcompiler.passes.partition.fold import Parts, fold_workload
+from pdcompiler.passes.partition.ideals import ideals
+from pdcompiler.passes.partition.lattice_spans import lattice_spans
+from pdcompiler.passes.partition.orders import depth_first_orders
 from pdcompiler.passes.partition.spans import chain_spans
+from pdcompiler.search import Found, Search, work_bound
 
-CLOSE = 1e-9
-"""Two values this near are equal; a plan within it of the bound is the best."""
-MOST_STEPS = 3e9
-"""Of the recurrence over devices with all degrees of replication; above it, only some degrees are tried."""
-MOST_CAPS = 60
-
-
-@dataclass(frozen=True)
-class Found:
-    """A plan and what it takes. bound: seconds below which there is no plan of the class that was searched.   how: the class,
-    and what was not searched, in words."""
-
-    plan: Plan
-    evaluation: Evaluation
-    bound: float
-    how: str
-
-    @property
-    def gap(self) -> float:
-        """How far the plan may be from the best, relative to the bound."""
-        return max(0.0, self.evaluation.seconds / self.bound - 1) if self.bound > 0 else 0.0
-
-    @property
-    def proven(self) -> bool:
-        """Whether no plan is better."""
-        return self.gap <= 2 * CLOSE
+STRAIGHT = "all cuts in the model's own order, one rank a stage"
+IN_ORDER = "all cuts in the model's own order"
+ALL = "all stages with which no value goes back"
+MOST_LATTICE = 20_000
+ORDERS = 12
+"""Of a graph with more states than MOST_LATTICE."""
 
 
-def plan(workload: Workload, machine: Machine, training: Training) -> Found:
-    """The best plan on at most the machine's devices.
+def plan(workload: Workload, machine: Machine, training: Training, *, in_order: bool = False) -> Found:
+    """The best plan on at most the machine's devices. in_order: only stages that are contiguous in the workload's own order.
 
     Raises CompileError where none fits the devices' memory, naming the stage that comes nearest and what to change.
     """
-    spans, exact = chain_spans(workload), True
-    best: Found | None = None
-    bounds = []
-    for pipelines in pipeline_counts(machine, training):
-        search = Search(workload, spans, machine, training, pipelines)
-        found, bound = search.run(best.evaluation.seconds if best else numpy.inf)
-        bounds.append(bound)
-        best = found or best
-    if best is None:
-        raise too_little_memory(workload, machine, training)
-    return replace(best, bound=min([*bounds, best.evaluation.seconds]) if exact else work_bound(workload, machine, training))
+    classes = [(chain_spans(workload), IN_ORDER)] if in_order else candidate_stages(workload)
+    best = _best(workload, classes, machine, training)
+    return best or _refuse(machine, training, lambda *other: _best(workload, classes, *other))
+
+
+def candidate_stages(workload: Workload) -> list[tuple[Spans, str]]:
+    """Every stage that a plan may have, with the class in words: all downsets where there are few enough, else those along some
+    topological orders."""
+    folded, parts = fold_workload(workload)
+    graph = graph_of(folded)
+    lattice = ideals(graph, MOST_LATTICE)
+    spans = None if lattice is None else lattice_spans(folded, lattice, parts)
+    if spans is not None:
+        return [(spans, ALL)]
+    orders = list(depth_first_orders(graph, ORDERS))
+    return [(_along(folded, parts, order), f"the stages along {ORDERS} topological orders") for order in orders]
+
+
+def _along(folded: Workload, parts: Parts, order: Sequence[int]) -> Spans:
+    spans = chain_spans(reordered(folded, order))
+    layers = spans.layers
+    return replace(spans, layers=lambda pair: tuple(sorted(layer for k in layers(pair) for layer in parts[order[k]])))
 
 
 def straight_plan(workload: Workload, machine: Machine, training: Training) -> Found:
@@ -86,10 +78,29 @@ def straight_plan(workload: Workload, machine: Machine, training: Training) -> F
             f"{machine.world_size} ranks asked for, but the model can be cut in at most {most} stages",
             ways_out=(f"world_size={most} or less",),
         )
-    found, bound = Search(workload, chain_spans(workload), machine, training, straight=True).run(numpy.inf)
-    if found is None:
-        raise too_little_memory(workload, machine, training)
-    return replace(found, bound=min(bound, found.evaluation.seconds), how="all cuts in the model's own order, one rank a stage")
+    spans = chain_spans(workload)
+    best = _best_straight(workload, spans, machine, training)
+    return best or _refuse(machine, training, lambda *other: _best_straight(workload, spans, *other))
+
+
+def _best(workload: Workload, classes: list[tuple[Spans, str]], machine: Machine, training: Training) -> Found | None:
+    best: Found | None = None
+    bounds = []
+    for spans, how in classes:
+        for pipelines in pipeline_counts(machine, training):
+            search = Search(workload, spans, machine, training, pipelines)
+            found, bound = search.run(best.evaluation.seconds if best else numpy.inf)
+            bounds.append(bound if search.all_degrees else work_bound(workload, machine, training))
+            best = replace(found, how=f"{how}, {search.replications()}") if found else best
+    if best is None:
+        return None
+    bound = min(bounds) if len(classes) == 1 else work_bound(workload, machine, training)
+    return replace(best, bound=min(bound, best.evaluation.seconds))
+
+
+def _best_straight(workload: Workload, spans: Spans, machine: Machine, training: Training) -> Found | None:
+    found, bound = Search(workload, spans, machine, training, straight=True).run(numpy.inf)
+    return found and replace(found, bound=min(bound, found.evaluation.seconds), how=STRAIGHT)
 
 
 def pipeline_counts(machine: Machine, training: Training) -> Iterator[int]:
@@ -104,123 +115,11 @@ def pipeline_counts(machine: Machine, training: Training) -> Iterator[int]:
             yield pipelines
 
 
-class Search:
-    """The best plan with a given number of pipelines."""
-
-    def __init__(
-        self, workload: Workload, spans: Spans, machine: Machine, training: Training, pipelines: int = 1, straight: bool = False
-    ) -> None:
-        self.workload, self.spans, self.machine, self.training, self.pipelines = workload, spans, machine, training, pipelines
-        self.devices = machine.world_size // pipelines
-        self.exactly = self.devices if straight else None
-        self.terms: Terms = terms_of(machine, training, pipelines, self.devices)
-        self.degrees, self.all_degrees = (numpy.array([1]), True) if straight else degrees_of(spans, self.devices)
-
-    def run(self, beat: float) -> tuple[Found | None, float]:
-        """A plan that takes less than `beat`, and a bound of all plans of this class; no plan where none is better."""
-        if self.training.schedule == "pipedream" and len(self.machine.devices) == 1 and self.exactly is None:
-            return self._bisect(beat)
-        if not self.training.flushes:
-            return self._recur(beat)
-        return self._caps(beat)
-
-    def _found(self, stages: list[Choice]) -> Found:
-        planned = tuple(PlannedStage(self.spans.layers(c.pair), c.replicas, c.recompute) for c in stages)
-        made = Plan(planned, self.pipelines)
-        evaluation = evaluate(made, self.workload, self.machine, self.training)
-        how = "all replications" if self.all_degrees else f"replications {', '.join(map(str, self.degrees))}"
-        return Found(made, evaluation, 0.0, how)
-
-    def _probe(self, seconds: float) -> Found | None:
-        recompute = self.training.recompute
-        stages = fewest_devices(self.spans, self.terms, self.devices, seconds * self.pipelines, recompute=recompute)
-        return None if stages is None else self._found(stages)
-
-    def _bisect(self, beat: float) -> tuple[Found | None, float]:
-        low = work_bound(self.workload, self.machine, self.training)
-        best = self._probe(beat * (1 - CLOSE) if beat < numpy.inf else 1e30)
-        if best is None:
-            return None, beat
-        high = best.evaluation.seconds
-        low = min(low, high)
-        while high > low * (1 + 2 * CLOSE):
-            middle = min((low * high) ** 0.5, high * (1 - CLOSE))
-            found = self._probe(middle)
-            if found is None:
-                low = middle
-            else:
-                best, high = found, min(found.evaluation.seconds, middle)
-        return best, low
-
-    def _table(self, cap: float, total: bool) -> Table:
-        recompute = self.training.recompute
-        return best_by_devices(self.spans, self.terms, self.devices, self.degrees, cap=cap, total=total, recompute=recompute)
-
-    def _solve(self, cap: float, total: bool) -> tuple[float, Found | None]:
-        """The least sum, or the least of the slowest stage, under a cap; and a plan that has it."""
-        table = self._table(cap, total)
-        devices = table.devices(self.exactly)
-        value = float(table.best[0, devices])
-        return value, self._found(table.stages(devices)) if value < numpy.inf else None
-
-    def _recur(self, beat: float) -> tuple[Found | None, float]:
-        value, found = self._solve(numpy.inf, total=False)
-        return (found if value / self.pipelines < beat * (1 - CLOSE) else None), value / self.pipelines
-
-    def _caps(self, beat: float) -> tuple[Found | None, float]:
-        """Branch and bound over the cap on the slowest stage. In an interval (low, high] of it, a step takes at least
-        (microbatches - 1) * low + the least sum under the cap high."""
-        more = self.terms.microbatches - 1
-        least, found = self._solve(numpy.inf, total=False)
-        if found is None:
-            return None, numpy.inf
-        best: Found | None = None
-        value = beat
-
-        def under(cap: float) -> tuple[float, float]:
-            nonlocal best, value
-            least_sum, found = self._solve(cap * (1 + 1e-12), total=True)
-            assert found is not None  # the plan with the least cap is under every other
-            if found.evaluation.seconds < value * (1 - CLOSE):
-                best, value = found, found.evaluation.seconds
-            return least_sum, max(cost.seconds for cost in found.evaluation.stages)
-
-        low_sum, _ = under(least)
-        high_sum, high = under(numpy.inf)
-        open_, closed = [(more * least + high_sum, least, low_sum, high, high_sum)], [value]
-        for _ in range(MOST_CAPS):
-            if not open_ or open_[0][0] >= value * (1 - CLOSE):
-                break
-            _, low, low_sum, high, high_sum = heapq.heappop(open_)
-            if low_sum <= high_sum * (1 + CLOSE) or high <= low * (1 + CLOSE):
-                continue  # nothing between is better than the plan at its low end
-            middle_sum, middle = under((low + high) / 2)
-            heapq.heappush(open_, (more * low + middle_sum, low, low_sum, middle, middle_sum))
-            heapq.heappush(open_, (more * (low + high) / 2 + high_sum, (low + high) / 2, middle_sum, high, high_sum))
-        closed += [bound for bound, *_ in open_[:1]]
-        return best, min(closed)
-
-
-def degrees_of(spans: Spans, devices: int) -> tuple[numpy.ndarray, bool]:
-    """The replications that the recurrence tries, and whether they are all."""
-    pairs = len(spans.end)
-    if pairs * devices * devices / 2 <= MOST_STEPS:
-        return numpy.arange(1, devices + 1), True
-    few = {n for n in range(1, devices + 1) if n <= 8 or devices % n == 0 or n & (n - 1) == 0}
-    return numpy.array(sorted(few)), False
-
-
-def work_bound(workload: Workload, machine: Machine, training: Training) -> float:
-    """No plan is faster: all devices compute all the time, each as fast as the fastest kind."""
-    work = float(workload.seconds.min(axis=0).sum()) / machine.world_size
-    return work * (training.microbatches if training.flushes else 1)
-
-
 def judge(chosen: Plan, workload: Workload, machine: Machine, training: Training) -> Found:
     """What the user's own plan of one rank a stage takes, beside the best such plan."""
     evaluation = evaluate(chosen, workload, machine, training)
     _, bound = Search(workload, chain_spans(workload), machine, training, straight=True).run(numpy.inf)
-    return Found(chosen, evaluation, min(bound, evaluation.seconds), "all cuts in the model's own order, one rank a stage")
+    return Found(chosen, evaluation, min(bound, evaluation.seconds), STRAIGHT)
 
 
 def explain(found: Found, workload: Workload, machine: Machine, training: Training) -> Explanation:
@@ -262,7 +161,55 @@ def _moved(own: Plan, index: int, before: tuple[int, ...], after: tuple[int, ...
     return replace(own, stages=(*own.stages[:index], *pair, *own.stages[index + 2 :]))
 
 
-def too_little_memory(workload: Workload, machine: Machine, training: Training) -> CompileError:
-    """What would fit, by how much."""
-    return CompileError("no plan fits the devices' memory")
+Best: TypeAlias = Callable[[Machine, Training], Found | None]
 
+
+def _refuse(machine: Machine, training: Training, best: Best) -> Found:
+    """Say which stage lacks how much memory in the plan that needs least of it, and what would need less."""
+    found = _least_memory(machine, training, best)
+    costs = found.evaluation.stages
+    worst = max(range(len(costs)), key=lambda index: costs[index].memory)
+    ways = []
+    if not training.recompute:
+        other = _least_memory(machine, replace(training, recompute=True), best)
+        ways.append(f"recompute=True ({amount(_most(other))}B)")
+    if training.optimizer_bytes > 0:
+        other = _least_memory(machine, replace(training, optimizer_bytes=0.0), best)
+        ways.append(f"an optimizer without state ({amount(_most(other))}B)")
+    raise CompileError(
+        f"stage {worst} of {len(costs)} needs {amount(costs[worst].memory)}B, "
+        f"the device has {amount(machine.devices[0][0].memory_bytes)}B\n"
+        f"  no plan needs less; of it: {_parts(costs[worst])}",
+        ways_out=(*ways, "fewer rows in a microbatch", "more devices, or some with more memory"),
+    )
+
+
+def _least_memory(machine: Machine, training: Training, best: Best) -> Found:
+    """A plan whose fullest device is as empty as it can be, within a thousandth."""
+    low, high, found = 0.0, 1.0, None
+    while found is None:
+        high *= 4
+        found = best(_with_memory(machine, high), training)
+    high = min(high, _most(found) / machine.devices[0][0].memory_bytes)
+    while high > low * 1.001:
+        middle = (low + high) / 2
+        other = best(_with_memory(machine, middle), training)
+        low, high, found = (middle, high, found) if other is None else (low, middle, other)
+    return found
+
+
+def _with_memory(machine: Machine, factor: float) -> Machine:
+    kinds = tuple((replace(device, memory_bytes=device.memory_bytes * factor), count) for device, count in machine.devices)
+    return replace(machine, devices=kinds)
+
+
+def _most(found: Found) -> float:
+    return max(cost.memory for cost in found.evaluation.stages)
+
+
+def _parts(cost: StageCost) -> str:
+    named = {
+        "weights": cost.weights, "gradients": cost.gradients, "optimizer": cost.optimizer,
+        f"saved values of {cost.in_flight} microbatches in flight": cost.saved, "working memory": cost.working,
+    }  # fmt: skip
+    return ", ".join(f"{name} {amount(nbytes)}B" for name, nbytes in named.items() if nbytes)

@@ -7,7 +7,8 @@ fast, and it is no substitute for `Pipeline.verify`, which also says *where* a p
     expected = plain_step(model, args, kwargs, rows_of_microbatches=(2, 2, 2, 1))
     assert_close_by_tensor(actual.grad, expected.gradients["head.weight"], 1e-12, "head.weight")
 
-Random models and whole random cases for property tests come from `pdcompiler.strategies`, re-exported here.
+Random models and whole random cases for property tests come from `pdcompiler.strategies`, random planner problems from
+`pdcompiler.workload_strategies`, both re-exported here.
 """
 
 import copy
@@ -45,6 +46,9 @@ from pdcompiler.strategies import random_models as random_models
 from pdcompiler.strategies import row_counts as row_counts
 from pdcompiler.strategies import schedules as schedules
 from pdcompiler.strategies import specs as specs
+from pdcompiler.workload_strategies import machines as machines
+from pdcompiler.workload_strategies import trainings as trainings
+from pdcompiler.workload_strategies import workloads as workloads
 
 
 def assert_transparent(

@@ -15,7 +15,7 @@ import numpy
 
 from pdcompiler.core.native import native
 from pdcompiler.core.plan import Choice
-from pdcompiler.core.spans import Spans
+from pdcompiler.core.spans import Integers, Spans
 from pdcompiler.core.stage_time import Terms, border_seconds, level_of, reduce_seconds, stage_memory, stage_seconds
 from pdcompiler.core.workload import Floats
 
@@ -46,80 +46,91 @@ class Table:
 
 
 def best_by_devices(
-    spans: Spans, terms: Terms, devices: int, degrees: numpy.ndarray, *, cap: float = numpy.inf, total: bool = False,
-    recompute: bool = False,
+    spans: Spans, terms: Terms, devices: int, degrees: Integers, *, cap: float = numpy.inf, total: bool = False,
+    below: float = numpy.inf, recompute: bool = False,
 ) -> Table:
     """degrees: the numbers of replicas that are tried.   cap: no stage takes longer.   total: add the stages' seconds (and what
-    a first microbatch waits for at borders) instead of taking the largest."""  # fmt: skip
+    a first microbatch waits for at borders) instead of taking the largest.   below: results that are no less are left out."""
     columns = (spans.parameters, spans.saved, spans.working, spans.entering, spans.leaving)
+    meets, which = _places(terms, devices, degrees)
     best, pair, replicas, again = _fill(
-        spans.start, spans.end, spans.forward, spans.backward, *columns, terms, devices, degrees, cap, total, recompute
-    )
+        spans.start, spans.end, spans.forward, spans.backward, *columns, terms, devices, degrees, meets, which, cap, below, total,
+        recompute,
+    )  # fmt: skip
     return Table(best, pair, replicas, again, spans.end)
 
 
+def _places(terms: Terms, devices: int, degrees: Integers) -> tuple[Integers, Integers]:
+    """What a stage meets: kinds (first, last) and levels (own, of the border behind it, of the border before it), each
+    combination once; and which of them, by number of the degree and devices behind the stage."""
+    kinds = numpy.minimum(numpy.searchsorted(terms.ends, numpy.arange(devices), side="right"), len(terms.ends) - 1)
+    found: dict[tuple[int, ...], int] = {}
+    which = numpy.zeros((len(degrees), devices + 1), dtype=numpy.int64)
+    for number, degree in enumerate(degrees.tolist()):
+        for before in range(devices - degree + 1):
+            last = before + degree - 1
+            levels = (level_of(terms, before, last), level_of(terms, before - 1, before) if before else 0)
+            meets = (int(kinds[before]), int(kinds[last]), *levels, level_of(terms, last, last + 1))
+            which[number, before] = found.setdefault(meets, len(found))
+    return numpy.array(list(found), dtype=numpy.int64), which
+
+
 @native
-def _kind_range(ends: numpy.ndarray, first: int, last: int) -> tuple[int, int]:
-    """The kinds of the devices from first to last, counted from the machine's end."""
-    low = high = 0
-    while low < len(ends) - 1 and first >= ends[low]:
-        low += 1
-    high = low
-    while high < len(ends) - 1 and last >= ends[high]:
-        high += 1
-    return low, high
+def _seconds(
+    terms: Terms, forward: Floats, backward: Floats, variant: int, parameters: float, entering: float, leaving: float,
+    meets: Integers, replicas: int,
+) -> float:  # fmt: skip
+    """Of a stage that meets these kinds and levels. forward, backward: by kind, counted from the machine's first device."""
+    compute = 0.0
+    for kind in range(meets[0], meets[1] + 1):
+        row = len(forward) - 1 - kind
+        compute = max(compute, forward[row] * (1 + variant) + backward[row])
+    enter, leave = border_seconds(terms, entering, meets[4]), border_seconds(terms, leaving, meets[3])
+    return stage_seconds(terms, compute, enter, leave, reduce_seconds(terms, parameters, replicas, meets[2]), replicas)
 
 
 @native
 def _fill(
-    start: numpy.ndarray, end: numpy.ndarray, forward: Floats, backward: Floats, parameters: Floats, saved: Floats,
-    working: Floats, entering: Floats, leaving: Floats, terms: Terms, devices: int, degrees: numpy.ndarray, cap: float,
-    total: bool, recompute: bool,
-) -> tuple[Floats, numpy.ndarray, numpy.ndarray, numpy.ndarray]:  # fmt: skip
+    start: Integers, end: Integers, forward: Floats, backward: Floats, parameters: Floats, saved: Floats, working: Floats,
+    entering: Floats, leaving: Floats, terms: Terms, devices: int, degrees: Integers, meets: Integers, which: Integers,
+    cap: float, below: float, total: bool, recompute: bool,
+) -> tuple[Floats, Integers, Integers, numpy.ndarray]:  # fmt: skip
     states = len(start) - 1
     best = numpy.full((states, devices + 1), numpy.inf)
     chosen = numpy.full((states, devices + 1), -1, dtype=numpy.int64)
     replicas = numpy.zeros((states, devices + 1), dtype=numpy.int64)
     again = numpy.zeros((states, devices + 1), dtype=numpy.bool_)
     best[states - 1, 0] = 0.0
-    levels, kinds = len(terms.units), forward.shape[0]
+    seconds, passing = numpy.zeros(len(meets)), numpy.zeros(len(meets))
     for i in range(states - 2, -1, -1):
         for p in range(start[i], start[i + 1]):
             j = end[p]
             for variant in range(2 if recompute else 1):
-                for degree in degrees:
-                    seconds = numpy.full((kinds, kinds, levels, levels, levels), -1.0)
+                kept = entering[p] if variant else saved[p]
+                extra = working[p] + entering[p] + leaving[p] + (saved[p] if variant else 0.0)
+                for number in range(len(degrees)):
+                    degree = degrees[number]
+                    seconds[:] = -1.0
                     for before in range(devices - degree + 1):
-                        if best[j, before] == numpy.inf:
+                        so_far, after = best[j, before], before + degree
+                        if so_far >= best[i, after]:
                             continue
-                        after = before + degree
-                        low, high = _kind_range(terms.ends, before, after - 1)
-                        own = level_of(terms, before, after - 1)
-                        inner = level_of(terms, before - 1, before) if before > 0 else 0
-                        outer = level_of(terms, after - 1, after)
-                        taken = seconds[low, high, own, inner, outer]
-                        enter = border_seconds(terms, entering[p], outer)
+                        place = which[number, before]
+                        taken = seconds[place]
                         if taken < 0.0:
-                            compute = 0.0
-                            for kind in range(low, high + 1):
-                                row = kinds - 1 - kind
-                                work = forward[row, p] * (1 + variant) + backward[row, p]
-                                compute = max(compute, work)
-                            reduce = reduce_seconds(terms, parameters[p], degree, own)
-                            leave = border_seconds(terms, leaving[p], inner)
-                            taken = stage_seconds(terms, compute, enter, leave, reduce, degree)
-                            seconds[low, high, own, inner, outer] = taken
+                            row = meets[place]
+                            taken = _seconds(
+                                terms, forward[:, p], backward[:, p], variant, parameters[p], entering[p], leaving[p], row, degree
+                            )
+                            seconds[place] = taken
+                            passing[place] = border_seconds(terms, entering[p], row[4]) if terms.overlap else 0.0
                         if taken > cap:
                             continue
-                        value = max(best[j, before], taken)
-                        if total:
-                            value = best[j, before] + taken + (enter if terms.overlap else 0.0)
-                        if value >= best[i, after]:
+                        value = so_far + taken + passing[place] if total else max(so_far, taken)
+                        if value >= best[i, after] or value >= below:
                             continue
-                        kept = entering[p] if variant else saved[p]
-                        extra = working[p] + entering[p] + leaving[p] + (saved[p] if variant else 0.0)
-                        memory = terms.memory[low]
-                        for kind in range(low, high + 1):
+                        memory = numpy.inf
+                        for kind in range(meets[place, 0], meets[place, 1] + 1):
                             memory = min(memory, terms.memory[kind])
                         if stage_memory(terms, parameters[p], kept, extra, degree, before) > memory:
                             continue

@@ -1,0 +1,168 @@
+"""The searches, driven: from every possible stage and a machine to the best plan of one class, with a bound.
+
+A class is a number of pipelines, each over its own devices. Asynchronous plans on equal devices: by the fewest devices within a
+time (`probe.py`), bisected. All others: by the recurrence over devices (`by_devices.py`); for a flushing step under caps on the
+slowest stage, each interval of caps bounded from below, until none can beat the best (PLANNER 4.3). Not here: which classes there
+are, and what is told to the user (`planner.py`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy
+
+from pdcompiler.core.machine import Machine
+from pdcompiler.core.plan import Choice, Evaluation, Plan, PlannedStage, Training
+from pdcompiler.core.spans import Spans
+from pdcompiler.core.stage_time import Terms, terms_of
+from pdcompiler.core.workload import Workload
+from pdcompiler.passes.partition.by_devices import best_by_devices
+from pdcompiler.passes.partition.evaluate import evaluate
+from pdcompiler.passes.partition.probe import fewest_devices
+
+CLOSE = 1e-9
+"""Two values this near are equal; a plan within it of the bound is the best."""
+MOST_STEPS = 3e9
+"""Of the recurrence over devices with all degrees of replication; above it, only some degrees are tried."""
+MOST_CAPS = 60
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan and what it takes. bound: seconds below which there is no plan of the class that was searched.   how: the class,
+    and what was not searched, in words."""
+
+    plan: Plan
+    evaluation: Evaluation
+    bound: float
+    how: str
+
+    @property
+    def gap(self) -> float:
+        """How far the plan may be from the best, relative to the bound."""
+        return max(0.0, self.evaluation.seconds / self.bound - 1) if self.bound > 0 else 0.0
+
+    @property
+    def proven(self) -> bool:
+        """Whether no plan is better."""
+        return self.gap <= 2 * CLOSE
+
+
+class Search:
+    """The best plan with a given number of pipelines."""
+
+    def __init__(
+        self, workload: Workload, spans: Spans, machine: Machine, training: Training, pipelines: int = 1, straight: bool = False
+    ) -> None:
+        self.workload, self.spans, self.machine, self.training, self.pipelines = workload, spans, machine, training, pipelines
+        self.devices = machine.world_size // pipelines
+        self.exactly = self.devices if straight else None
+        self.terms: Terms = terms_of(machine, training, pipelines, self.devices)
+        self.by_probes = training.schedule == "pipedream" and len(machine.devices) == 1 and not straight
+        self.degrees, self.all_degrees = degrees_of(spans, 1 if straight or self.by_probes else self.devices)
+
+    def run(self, beat: float) -> tuple[Found | None, float]:
+        """A plan that takes less than `beat`, and a bound of all plans of this class; no plan where none is better."""
+        if self.by_probes:
+            return self._bisect(beat)
+        if not self.training.flushes:
+            return self._recur(beat)
+        return self._caps(beat)
+
+    def _found(self, stages: list[Choice]) -> Found:
+        planned = tuple(PlannedStage(self.spans.layers(c.pair), c.replicas, c.recompute) for c in stages)
+        made = Plan(planned, self.pipelines)
+        evaluation = evaluate(made, self.workload, self.machine, self.training)
+        return Found(made, evaluation, 0.0, "")
+
+    def replications(self) -> str:
+        """Which are tried, in words."""
+        return "any replication" if self.all_degrees else f"replicated {', '.join(map(str, self.degrees))} times"
+
+    def _probe(self, seconds: float) -> Found | None:
+        recompute = self.training.recompute
+        stages = fewest_devices(self.spans, self.terms, self.devices, seconds * self.pipelines, recompute=recompute)
+        return None if stages is None else self._found(stages)
+
+    def _bisect(self, beat: float) -> tuple[Found | None, float]:
+        low = work_bound(self.workload, self.machine, self.training)
+        best = self._probe(beat * (1 - CLOSE) if beat < numpy.inf else 1e30)
+        if best is None:
+            return None, beat
+        high = best.evaluation.seconds
+        low = min(low, high)
+        while high > low * (1 + 2 * CLOSE):
+            middle = min((low * high) ** 0.5, high * (1 - CLOSE))
+            found = self._probe(middle)
+            if found is None:
+                low = middle
+            else:
+                best, high = found, min(found.evaluation.seconds, middle)
+        return best, low
+
+    def _solve(self, cap: float, total: bool, below: float = numpy.inf) -> tuple[float, Found | None]:
+        """The least sum, or the least of the slowest stage, under a cap; and a plan that has it, None where none is below."""
+        table = best_by_devices(
+            self.spans, self.terms, self.devices, self.degrees, cap=cap, total=total, below=below,
+            recompute=self.training.recompute,
+        )  # fmt: skip
+        devices = table.devices(self.exactly)
+        value = float(table.best[0, devices])
+        return value, self._found(table.stages(devices)) if value < numpy.inf else None
+
+    def _recur(self, beat: float) -> tuple[Found | None, float]:
+        value, found = self._solve(numpy.inf, total=False)
+        return (found if value / self.pipelines < beat * (1 - CLOSE) else None), value / self.pipelines
+
+    def _caps(self, beat: float) -> tuple[Found | None, float]:
+        """Branch and bound over the cap on the slowest stage. In an interval (low, high] of it, a step takes at least
+        (microbatches - 1) * low + the least sum under the cap high."""
+        more = self.terms.microbatches - 1
+        least, found = self._solve(numpy.inf, total=False)
+        if found is None:
+            return None, numpy.inf
+        best: Found | None = None
+        value = beat
+
+        def under(cap: float, low: float) -> tuple[float, float]:
+            """The least sum under a cap and the slowest stage of a plan that has it; a plan with a stage above `low` that is no
+            better than the best counts as none."""
+            nonlocal best, value
+            least_sum, found = self._solve(cap * (1 + 1e-12), True, value * (1 - CLOSE) - more * low)
+            if found is None:
+                return numpy.inf, cap
+            if found.evaluation.seconds < value * (1 - CLOSE):
+                best, value = found, found.evaluation.seconds
+            return least_sum, max(cost.seconds for cost in found.evaluation.stages)
+
+        low_sum, _ = under(least, 0.0)
+        high_sum, high = under(numpy.inf, least)
+        open_ = [(more * least + high_sum, least, low_sum, high, high_sum)]
+        for _ in range(MOST_CAPS):
+            if not open_ or open_[0][0] >= value * (1 - CLOSE):
+                return best, value
+            _, low, low_sum, high, high_sum = heapq.heappop(open_)
+            if low_sum <= high_sum * (1 + CLOSE) or high <= low * (1 + CLOSE):
+                continue  # nothing between is better than the plan at its low end
+            middle = (low + high) / 2
+            middle_sum, slowest = under(middle, low)
+            heapq.heappush(open_, (more * low + middle_sum, low, low_sum, slowest, middle_sum))
+            heapq.heappush(open_, (more * middle + high_sum, middle, middle_sum, high, high_sum))
+        return best, min(value, open_[0][0] if open_ else value)
+
+
+def degrees_of(spans: Spans, devices: int) -> tuple[numpy.ndarray, bool]:
+    """The replications that the recurrence tries, and whether they are all."""
+    pairs = len(spans.end)
+    if pairs * devices * devices / 2 <= MOST_STEPS:
+        return numpy.arange(1, devices + 1), True
+    few = {n for n in range(1, devices + 1) if n <= 8 or devices % n == 0 or n & (n - 1) == 0}
+    return numpy.array(sorted(few)), False
+
+
+def work_bound(workload: Workload, machine: Machine, training: Training) -> float:
+    """No plan is faster: all devices compute all the time, each as fast as the fastest kind."""
+    work = float(workload.seconds.min(axis=0).sum()) / machine.world_size
+    return work * (training.microbatches if training.flushes else 1)
