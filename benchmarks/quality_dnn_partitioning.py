@@ -19,7 +19,8 @@ from typing import Any
 import numpy
 from quality import Row
 
-from pdcompiler.branching import StraightProblem, plan_straight
+from pdcompiler.branching import plan_straight
+from pdcompiler.core.straight import StraightProblem
 from pdcompiler.core.workload import Floats
 
 MOST_SECONDS = 8.0

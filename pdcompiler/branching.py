@@ -1,84 +1,42 @@
-"""Plans of a branching graph with one device a stage: the stages whose slowest is fastest, with a proof or a gap.
+"""The planner of branching graphs with one device a stage: the stages whose slowest is fastest, with a proof or a gap.
 
-    StraightProblem --fold--> fewer layers --orders--> a good plan --ideals--> all states --minimax--> the best plan
-                                                                \\--too many states: all orders near the best, and a bound
+    StraightProblem --fold--> fewer layers --orders--> a good plan --inseparable--> fewer still --ideals--> all states
+        --minimax--> the best plan        (too many states: all orders near the best, and a bound)
 
-Transfers are charged in seconds to each stage that a value touches without lying on it whole, there need be no order among those
-who touch it, and a spare device may take one stage: more than a Workload and a Machine say. Plans with replication, memory in
-flight and levels of bandwidth are `planner.py`'s.
+Each plan that is found makes all that follows easier: only better ones are sought. Plans with replication, memory in flight and
+levels of bandwidth are `planner.py`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy
 
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.lattice import Graph, Lattice, chain_lattice, in_new_order, make_graph
+from pdcompiler.core.straight import CLOSE, Loads, StraightPlan, StraightProblem, check, judge_straight, least_seconds
 from pdcompiler.core.workload import Floats
-from pdcompiler.passes.partition.fold import Parts, fold
+from pdcompiler.passes.partition.fold import Parts, fold, inseparable
 from pdcompiler.passes.partition.ideals import MOST_STATES, ideals
-from pdcompiler.passes.partition.minimax import CLOSE, Loads, fastest_slowest, least_seconds
-from pdcompiler.passes.partition.orders import depth_first_orders, near, order_of
+from pdcompiler.passes.partition.minimax import GivenUp, fastest_slowest
+from pdcompiler.passes.partition.orders import depth_first_orders, near, order_toward
 
-ORDERS = 32
-NEAR_STATES, NEAR_ROUNDS = 20_000, 6
-"""Of all orders near the best: how many states at most, and how often around the best that was found."""
-
-
-@dataclass(frozen=True)
-class StraightProblem:
-    """edges: which layer must run before which; only within groups may they have cycles.   values: the layers of each, in any
-    order, and what its transfer takes.   seconds: of each layer.   spare: the same on the spare device, or None.   sizes:
-    of each layer; no device but the spare one holds more than `most_size`.   together: groups that must not be parted."""
-
-    edges: tuple[tuple[int, int], ...]
-    values: tuple[tuple[tuple[int, ...], float], ...]
-    seconds: Floats
-    devices: int
-    spare: Floats | None = None
-    sizes: Floats | None = None
-    most_size: float = numpy.inf
-    together: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def layers(self) -> int:
-        """How many."""
-        return len(self.seconds)
-
-
-@dataclass(frozen=True)
-class StraightPlan:
-    """seconds: of the slowest stage.   bound: no plan takes less.   spare: which stage is on the spare device, or -1.
-    how: what was searched, in words."""
-
-    stages: tuple[tuple[int, ...], ...]
-    spare: int
-    seconds: float
-    bound: float
-    how: str
-
-    @property
-    def gap(self) -> float:
-        """How far it may be from the best, relative to the bound."""
-        return max(0.0, self.seconds / self.bound - 1) if self.bound > 0 else 0.0
-
-    @property
-    def proven(self) -> bool:
-        """Whether no plan is better."""
-        return self.gap <= 2 * CLOSE
+ORDERS, MORE_ORDERS = 32, 8
+"""How many topological orders are searched, and how many once more when layers have become inseparable."""
+NEAR_STATES, NEAR_STEPS, NEAR_ROUNDS = 8_000, 8_000_000, 4
+"""Of all orders near the best: how many states and candidate stages at most, and how often around the best that was found."""
+BOUND_STEPS = 8
+"""Of the bisection of the bound, where not all states could be searched."""
 
 
 def plan_straight(problem: StraightProblem, most_states: int = MOST_STATES, orders: int = ORDERS) -> StraightPlan:
     """Raises CompileError where a device can't hold what must stand on it, or no plan was found with which all can."""
     check(problem)
     binding = problem.sizes is not None and float(problem.sizes.sum()) > problem.most_size
-    found = _Search(problem, absorb_sizes=True, bounded=binding).run(most_states, orders)
-    if found is None or (binding and not found.proven):
-        finer = _Search(problem, absorb_sizes=False, bounded=binding).run(most_states, orders, found)
-        found = finer or found
+    found = Search(problem, most_states, orders, absorb_sizes=True, bounded=binding).run()
+    if binding and (found is None or not found.proven):
+        found = Search(problem, most_states, orders, absorb_sizes=False, bounded=True, best=found).run() or found
     if found is None:
         assert problem.sizes is not None
         raise CompileError(
@@ -89,136 +47,154 @@ def plan_straight(problem: StraightProblem, most_states: int = MOST_STATES, orde
     return found
 
 
-def judge_straight(problem: StraightProblem, stages: Sequence[Sequence[int]], spare: int = -1) -> float:
-    """Seconds of the slowest stage, from the definitions. Raises CompileError where these are no stages of the problem."""
-    where = {layer: index for index, stage in enumerate(stages) for layer in stage}
-    if sorted(layer for stage in stages for layer in stage) != list(range(problem.layers)):
-        raise CompileError(f"the stages do not hold each of {problem.layers} layers once")
-    if len(stages) - (spare >= 0) > problem.devices or (spare >= 0 and problem.spare is None):
-        raise CompileError(f"{len(stages)} stages, but {problem.devices} devices")
-    for first, second in problem.edges:
-        if where[first] > where[second]:
-            raise CompileError(f"layer {second} on stage {where[second]} reads layer {first} of the later stage {where[first]}")
-    for group in problem.together:
-        if len({where[layer] for layer in group}) > 1:
-            raise CompileError(f"layers {list(group)} must stand together")
-    slowest = 0.0
-    for index, stage in enumerate(stages):
-        layers, own = set(stage), list(stage)
-        if index == spare:
-            assert problem.spare is not None
-            slowest = max(slowest, float(problem.spare[own].sum()))
-            continue
-        if problem.sizes is not None and problem.sizes[own].sum() > problem.most_size * (1 + CLOSE):
-            raise CompileError(f"stage {index} has {problem.sizes[own].sum():g} bytes, a device {problem.most_size:g}")
-        crossing = sum(cost for members, cost in problem.values if layers & set(members) and set(members) - layers)
-        slowest = max(slowest, float(problem.seconds[own].sum()) + crossing)
-    return slowest
+class Search:
+    """absorb_sizes: fold as if layers had no sizes.   bounded: whether the sizes can bind.   best: a plan to beat."""
 
+    def __init__(
+        self, problem: StraightProblem, most_states: int, orders: int, absorb_sizes: bool, bounded: bool,
+        best: StraightPlan | None = None,
+    ) -> None:  # fmt: skip
+        self.problem, self.most_states, self.orders, self.best = problem, most_states, orders, best
+        self.absorb_sizes, self.bounded = absorb_sizes, bounded
+        free = numpy.ones(problem.layers, dtype=bool) if problem.spare is None else problem.spare == 0
+        if problem.sizes is not None and not absorb_sizes:
+            free &= problem.sizes == 0
+        self.weights = numpy.where(free, problem.seconds, numpy.inf)
+        self.least = 0.0
+        self._use(self._folded(problem.together))
 
-def check(problem: StraightProblem) -> None:
-    """Raise CompileError for numbers that are none."""
-    arrays = {"seconds": problem.seconds, "spare": problem.spare, "sizes": problem.sizes}
-    for name, array in arrays.items():
-        if array is not None and (len(array) != problem.layers or not (numpy.isfinite(array) & (array >= 0)).all()):
-            raise CompileError(f"{name} must be {problem.layers} numbers of at least 0")
-    if problem.devices < 1 or problem.layers < 1:
-        raise CompileError(f"{problem.layers} layers on {problem.devices} devices; both must be at least 1")
-
-
-@dataclass
-class _Search:
-    """absorb_sizes: fold as if layers had no sizes.   bounded: whether the sizes can bind.   best_parts: the best plan's stages,
-    of folded layers."""
-
-    problem: StraightProblem
-    absorb_sizes: bool
-    bounded: bool
-    parts: Parts = field(init=False)
-    graph: Graph = field(init=False)
-    loads: Loads = field(init=False)
-    devices: int = field(init=False)
-    best: StraightPlan | None = field(init=False, default=None)
-    best_parts: list[list[int]] = field(init=False, default_factory=list)
-
-    def __post_init__(self) -> None:
-        own = self.problem
-        free = numpy.ones(own.layers, dtype=bool) if own.spare is None else own.spare == 0
-        if own.sizes is not None and not self.absorb_sizes:
-            free &= own.sizes == 0
-        weights = numpy.where(free, own.seconds, numpy.inf)
-        self.parts = fold(own.layers, own.edges, own.values, own.together, weights)
-        part = numpy.zeros(own.layers, dtype=numpy.int64)
-        for k, layers in enumerate(self.parts):
-            part[list(layers)] = k
-        edges = ((int(part[a]), int(part[b])) for a, b in own.edges if part[a] != part[b])
-        values = [[int(part[layer]) for layer in members] for members, _ in own.values]
-        self.graph = make_graph(len(self.parts), edges, values, [cost for _, cost in own.values])
-
-        def sums(per_layer: Floats | None) -> Floats:
-            weights = numpy.zeros(own.layers) if per_layer is None else per_layer
-            return numpy.asarray(numpy.bincount(part, weights, len(self.parts)), dtype=numpy.float64)
-
-        most_size = own.most_size if self.bounded else numpy.inf
-        spare = numpy.zeros(0) if own.spare is None else sums(own.spare)
-        self.loads = Loads(sums(own.seconds), sums(own.sizes), most_size, spare)
-        self.devices = min(own.devices, len(self.parts))
-
-    def run(self, most_states: int, orders: int, best: StraightPlan | None = None) -> StraightPlan | None:
-        """The best plan that is found, at least as good as `best`."""
-        self.best = best
-        order: Sequence[int] = range(self.graph.layers)
-        chain = chain_lattice(self.graph.layers)
-        for other in depth_first_orders(self.graph, orders):
-            if self._improve(in_new_order(self.graph, other), chain, other):
-                order = other
-        bound = min(least_seconds(self.loads, self.devices), self._limit)
-        if self.best is not None and self._limit <= bound * (1 + CLOSE):
-            return self._proven(bound, "a bound that no plan beats was reached")
-        lattice = ideals(self.graph, most_states)
-        if lattice is None:
-            self._look_near(order)
-            return self._proven(bound, f"{orders} orders and all near the best, of a graph with over {most_states:,} states")
-        self._improve(self.graph, lattice, range(self.graph.layers))
-        bound = self._limit
-        if self.bounded and self.absorb_sizes:  # such a fold leaves plans out; its best of any size is a bound of all
-            loads = self.loads._replace(most_size=numpy.inf)
-            any_size = fastest_slowest(self.graph, lattice, loads, self.devices, bound)
-            bound = bound if any_size is None else any_size.seconds
-        return self._proven(bound, f"all {lattice.states:,} states")
+    def run(self) -> StraightPlan | None:
+        """The best plan that is found; None where none is."""
+        self.least = least_seconds(self.loads, self.devices)
+        self._along_orders(self.orders)
+        how = self._exactly()
+        if how is None:
+            self._look_near()
+            how = self._exactly() if self._join_inseparable() else None
+        if self.best is None:
+            return None
+        if how is None:
+            self._raise_bound()
+            how = f"{self.orders} orders and all near the best, of a graph with too many states"
+        bound = min(self.least, self.best.seconds)
+        return StraightPlan(self.best.stages, self.best.spare, self.best.seconds, bound, how)
 
     @property
     def _limit(self) -> float:
         return numpy.inf if self.best is None else self.best.seconds
 
-    def _proven(self, bound: float, how: str) -> StraightPlan | None:
-        if self.best is None:
-            return None
-        return StraightPlan(self.best.stages, self.best.spare, self.best.seconds, min(bound, self.best.seconds), how)
+    def _folded(self, together: Sequence[Sequence[int]]) -> Parts:
+        return fold(self.problem.layers, self.problem.edges, self.problem.values, together, self.weights)
 
-    def _improve(self, graph: Graph, lattice: Lattice, order: Sequence[int]) -> bool:
+    def _use(self, parts: Parts) -> None:
+        """Search for plans that keep these parts whole from now on."""
+        own = self.problem
+        self.parts = parts
+        self.part = numpy.zeros(own.layers, dtype=numpy.int64)
+        for k, layers in enumerate(parts):
+            self.part[list(layers)] = k
+        part = self.part.tolist()
+        edges = ((part[a], part[b]) for a, b in own.edges if part[a] != part[b])
+        values = [[part[layer] for layer in members] for members, _ in own.values]
+        self.graph = make_graph(len(parts), edges, values, [cost for _, cost in own.values])
+        sizes = numpy.zeros(own.layers) if own.sizes is None else own.sizes
+        spare = numpy.zeros(0) if own.spare is None else self._sums(own.spare)
+        self.loads = Loads(self._sums(own.seconds), self._sums(sizes), own.most_size if self.bounded else numpy.inf, spare)
+        self.devices = min(own.devices, len(parts))
+
+    def _sums(self, per_layer: Floats) -> Floats:
+        return numpy.bincount(self.part, per_layer, len(self.parts)).astype(numpy.float64)
+
+    def _along_orders(self, count: int) -> None:
+        chain = chain_lattice(self.graph.layers)
+        for order in depth_first_orders(self.graph, count):
+            self._improve(in_new_order(self.graph, order), chain, order)
+
+    def _improve(self, graph: Graph, lattice: Lattice, order: Sequence[int], **options: int) -> bool:
         """Whether a better plan is found in a lattice of the graph's layers numbered by their place in `order`."""
         take = numpy.array(order, dtype=numpy.int64)
         own = self.loads
         loads = Loads(own.seconds[take], own.sizes[take], own.most_size, own.spare[take] if len(own.spare) else own.spare)
-        found = fastest_slowest(graph, lattice, loads, self.devices, self._limit)
+        found = fastest_slowest(graph, lattice, loads, self.devices, self._limit, **options)
         if found is None:
             return False
         places = [lattice.between(a, b) for a, b in zip(found.states, found.states[1:], strict=False)]
-        self.best_parts = [[order[place] for place in stage] for stage in places]
-        stages = tuple(tuple(sorted(layer for part in stage for layer in self.parts[part])) for stage in self.best_parts)
+        stages = tuple(tuple(sorted(i for place in stage for i in self.parts[order[place]])) for stage in places)
         self.best = StraightPlan(stages, found.spare, judge_straight(self.problem, stages, found.spare), 0.0, "")
         return True
 
-    def _look_near(self, order: Sequence[int]) -> None:
-        for _ in range(NEAR_ROUNDS):
-            widest = None
-            for width in range(2, self.graph.layers):
-                graph = near(self.graph, order, width)
-                lattice = ideals(graph, NEAR_STATES)
-                if lattice is None:
-                    break
-                widest = (graph, lattice)
-            if widest is None or not self._improve(*widest, order):
+    def _joined(self, parts: Parts, limit: float) -> Parts:
+        """What every plan below the limit keeps whole."""
+        own, together = self.problem, [*self.problem.together, *(part for part in parts if len(part) > 1)]
+        while more := inseparable(parts, own.values, own.seconds, limit, own.spare is not None):
+            together += more
+            parts = self._folded(together)
+        return parts
+
+    def _join_inseparable(self) -> bool:
+        """Whether a better plan has fewer parts than the present ones."""
+        joined = self._joined(self.parts, self._limit) if self.best is not None else self.parts
+        if len(joined) == len(self.parts):
+            return False
+        self._use(joined)
+        return True
+
+    def _exactly(self) -> str | None:
+        """Find the best plan and prove it; what was searched, or None where that takes too long."""
+        while self.least < self._limit * (1 - CLOSE) and self._join_inseparable():
+            self._along_orders(MORE_ORDERS)
+        if min(least_seconds(self.loads, self.devices), self._limit) >= self._limit * (1 - CLOSE) and self.best is not None:
+            self.least = self._limit
+            return "a bound that no plan beats was reached"
+        lattice = ideals(self.graph, self.most_states)
+        if lattice is None:
+            return None
+        try:
+            self._improve(self.graph, lattice, range(self.graph.layers))
+            self.least = self._limit
+            if self.bounded and self.absorb_sizes:  # such a fold leaves plans out; its best of any size is a bound of all
+                loads = self.loads._replace(most_size=numpy.inf)
+                any_size = fastest_slowest(self.graph, lattice, loads, self.devices, self._limit)
+                self.least = any_size.seconds if any_size else self._limit
+        except GivenUp:
+            return None
+        return f"all {lattice.states:,} states"
+
+    def _look_near(self) -> None:
+        for _ in range(NEAR_ROUNDS if self.best is not None else 0):
+            assert self.best is not None
+            rank = numpy.zeros(self.problem.layers)
+            for index, stage in enumerate(self.best.stages):
+                rank[list(stage)] = index
+            order = order_toward(self.graph, [float(rank[list(part)].mean()) for part in self.parts])
+            if not self._improve_near(order):
                 return
-            order = order_of(self.best_parts, order)
+
+    def _improve_near(self, order: Sequence[int]) -> bool:
+        found: list[tuple[Graph, Lattice]] = []
+        for width in range(2, self.graph.layers + 1):
+            graph = near(self.graph, order, width)
+            lattice = ideals(graph, NEAR_STATES)
+            if lattice is None:
+                break
+            found.append((graph, lattice))
+        for graph, lattice in found[-1:-4:-1]:  # the widest that is not too much
+            try:
+                return self._improve(graph, lattice, order, most_steps=NEAR_STEPS)
+            except GivenUp:
+                continue
+        return False
+
+    def _raise_bound(self) -> None:
+        """By the limits under which so much is inseparable that no plan is left."""
+        parts = self._folded(self.problem.together)
+        low, high = self.least, self._limit
+        for _ in range(BOUND_STEPS):
+            middle = (low + high) / 2
+            joined = self._joined(parts, middle)
+            self._use(joined)
+            if least_seconds(self.loads, self.devices) >= middle:
+                low = middle
+            else:
+                high = middle
+        self.least = low

@@ -16,8 +16,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pdcompiler.branching import StraightProblem, judge_straight, plan_straight
+from pdcompiler import branching
+from pdcompiler.branching import plan_straight
 from pdcompiler.core.errors import CompileError
+from pdcompiler.core.straight import StraightProblem, judge_straight
+from pdcompiler.passes.partition.minimax import GivenUp, fastest_slowest
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -159,8 +162,22 @@ def test_a_graph_with_too_many_states_has_a_plan_and_a_gap() -> None:
     assert judge_straight(problem, found.stages) == pytest.approx(found.seconds)
     assert found.bound >= problem.seconds.sum() / 8 * (1 - 1e-9)
     assert found.gap < 0.1 and not found.proven
-    assert found.how == "8 orders and all near the best, of a graph with over 200,000 states"
+    assert found.how == "8 orders and all near the best, of a graph with too many states"
     assert plan_straight(problem, orders=8) == found
+
+
+def test_a_search_that_takes_too_long_ends_with_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up(*arguments: Any, **options: Any) -> Any:
+        if arguments[1].states > problem.layers + 1:  # more than a chain has
+            raise GivenUp
+        return fastest_slowest(*arguments, **options)
+
+    problem = branches(count=3, length=4)
+    best = plan_straight(problem)
+    monkeypatch.setattr(branching, "fastest_slowest", give_up)
+    found = plan_straight(problem)
+    assert best.proven and not found.proven
+    assert found.bound <= best.seconds <= found.seconds
 
 
 def test_sizes_that_nothing_fits_are_said() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import combinations, pairwise
 
 import networkx
 import numpy
@@ -22,6 +23,8 @@ from pdcompiler.core.workload import Floats, Value, Workload
 
 Parts = tuple[tuple[int, ...], ...]
 """For each folded layer, the layers that it holds."""
+MOST_MEMBERS = 32
+"""Of larger values only neighbours are looked at."""
 
 
 def fold_workload(workload: Workload) -> tuple[Workload, Parts]:
@@ -69,6 +72,23 @@ def fold(
         if other is not None:
             waiting += sorted(graph.join(own, other))
     return graph.in_order()
+
+
+def inseparable(
+    parts: Parts, values: Sequence[tuple[Sequence[int], float]], seconds: Floats, limit: float, spare: bool = False
+) -> list[tuple[int, int]]:
+    """Pairs of layers that every plan whose slowest stage takes less than `limit` has on one stage: apart, either's stage would
+    have its part and all values that both are members of. spare: one of the two may stand where transfers cost nothing."""
+    place = {layer: k for k, part in enumerate(parts) for layer in part}
+    own = [float(seconds[list(part)].sum()) for part in parts]
+    shared: dict[tuple[int, int], float] = {}
+    for layers, cost in values:
+        members = sorted({place[layer] for layer in layers})
+        pairs = combinations(members, 2) if len(members) <= MOST_MEMBERS else pairwise(members)
+        for pair in pairs:
+            shared[pair] = shared.get(pair, 0.0) + cost
+    heavier = min if spare else max
+    return [(parts[a][0], parts[b][0]) for (a, b), cost in shared.items() if cost + heavier(own[a], own[b]) >= limit]
 
 
 def _whole_groups(layers: int, edges: Iterable[tuple[int, int]], together: Iterable[Sequence[int]]) -> list[int]:

@@ -6,8 +6,8 @@
 
 A state is reached with k devices only if what is done so far, and every value cut there, fits k stages within the limit, and
 what is left the rest of them (PLANNER 4.5). From such a state all stages are walked layer by layer, in rising order so that each
-is met once, as long as its layers and the values that enter it stay within the limit. Not here: replication, memory in flight,
-several links (`probe.py`, `by_devices.py` over `lattice_spans.py`).
+is met once, as long as its layers, the values that enter it, and those of which a member has been passed over stay within the
+limit. Not here: replication, memory in flight, several links (`probe.py`, `by_devices.py` over `lattice_spans.py`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,11 @@ import numpy
 from pdcompiler.core.lattice import Graph, Lattice
 from pdcompiler.core.native import native
 from pdcompiler.core.spans import Integers
+from pdcompiler.core.straight import CLOSE, Loads, spare_work
 from pdcompiler.core.workload import Floats
 
-CLOSE = 1e-9
-"""Two plans this near are equal."""
-
-
-class Loads(NamedTuple):
-    """What stages are made of. seconds: of each layer.   sizes: of each layer, at most `most_size` on one device.   spare:
-    seconds on the spare device; empty: there is none."""
-
-    seconds: Floats
-    sizes: Floats
-    most_size: float
-    spare: Floats
-
-    @staticmethod
-    def of(seconds: Floats, sizes: Floats | None = None, most_size: float = numpy.inf, spare: Floats | None = None) -> Loads:
-        """All arrays, whatever is left out."""
-        sizes = numpy.zeros(len(seconds)) if sizes is None else sizes
-        return Loads(seconds, sizes, most_size, numpy.zeros(0) if spare is None else spare)
+MOST_STEPS = 20_000_000
+"""Candidate stages that a search looks at before it gives up: some seconds."""
 
 
 class Stages(NamedTuple):
@@ -49,8 +34,15 @@ class Stages(NamedTuple):
     spare: int
 
 
-def fastest_slowest(graph: Graph, lattice: Lattice, loads: Loads, devices: int, limit: float = numpy.inf) -> Stages | None:
-    """The stages whose slowest takes the least, on at most `devices` devices and the spare one; None where it takes `limit`."""
+class GivenUp(Exception):
+    """More candidate stages than the search may look at."""
+
+
+def fastest_slowest(
+    graph: Graph, lattice: Lattice, loads: Loads, devices: int, limit: float = numpy.inf, most_steps: int = MOST_STEPS
+) -> Stages | None:
+    """The stages whose slowest takes the least, on at most `devices` devices and the spare one; None where it takes `limit`.
+    Raises GivenUp where that is not known after `most_steps` candidate stages."""
     if limit <= 0:
         return None
     below = limit * (1 - CLOSE)
@@ -58,7 +50,9 @@ def fastest_slowest(graph: Graph, lattice: Lattice, loads: Loads, devices: int, 
         below = 1.0 + 2 * float(loads.seconds.sum() + graph.cost.sum() + loads.spare.sum())
     low, high = _windows(graph, lattice, loads, devices, below)
     width = int(max(1, (high - low).max() + 1))
-    best, came, on_spare = _fill(graph, lattice, loads, low, high, width, below)
+    best, came, on_spare, steps = _fill(graph, lattice, loads, low, high, width, below, most_steps)
+    if steps > most_steps:
+        raise GivenUp
     ends = [(float(best[kind, -1, k]), kind, k) for kind in range(2) for k in range(width)]
     seconds, kind, k = min(ends)
     if seconds == numpy.inf:
@@ -73,31 +67,11 @@ def fastest_slowest(graph: Graph, lattice: Lattice, loads: Loads, devices: int, 
     return Stages(seconds, tuple(states[::-1]), len(states) - 2 - spare if spare >= 0 else -1)
 
 
-def least_seconds(loads: Loads, devices: int) -> float:
-    """No plan's slowest stage takes less: all devices compute all the time, and some stage holds each layer."""
-    total = float(loads.seconds.sum())
-    if not len(loads.spare):
-        return max(total / devices, float(loads.seconds.max(initial=0.0)))
-    low, high = 0.0, total / devices
-    while high - low > 1e-12 * high:  # the spare device takes off the others what it can compute in as long
-        middle = (low + high) / 2
-        low, high = (low, middle) if total - _spare_work(loads, middle) <= devices * middle else (middle, high)
-    return max(low, float(numpy.minimum(loads.seconds, loads.spare).max(initial=0.0)))
-
-
-def _spare_work(loads: Loads, seconds: float) -> float:
-    """How much of the devices' seconds the spare device can take off them in `seconds`, parts of layers allowed."""
-    spare = numpy.maximum(loads.spare, 1e-300)
-    order = numpy.argsort(-loads.seconds / spare, kind="stable")
-    taken = numpy.minimum(1.0, numpy.maximum(0.0, seconds - numpy.cumsum(spare[order]) + spare[order]) / spare[order])
-    return float((taken * loads.seconds[order]).sum())
-
-
 def _windows(graph: Graph, lattice: Lattice, loads: Loads, devices: int, limit: float) -> tuple[Integers, Integers]:
     """(spare device used or not, state): the fewest and the most devices with which a plan within the limit passes the state."""
     done = lattice.sums(loads.seconds)
     cut = _cut_costs(graph, lattice.words)
-    spare = _spare_work(loads, limit) if len(loads.spare) else 0.0
+    spare = spare_work(loads, limit) if len(loads.spare) else 0.0
     has_spare = len(loads.spare) > 0
 
     def stages(seconds: Floats) -> Integers:
@@ -140,10 +114,32 @@ def _mark_begun(graph: Graph, words: numpy.ndarray, done: numpy.ndarray) -> None
 
 
 @native
+def _pass_over(graph: Graph, layer: int, done: numpy.ndarray, held: Integers, passed: Integers) -> float:
+    """The stage will not hold this layer: what values that it touches cost that it now can't hold whole."""
+    sure = 0.0
+    for k in range(graph.touch_start[layer], graph.touch_start[layer + 1]):
+        h = graph.touch[k]
+        passed[h] += 1
+        if passed[h] == 1 and held[h] > 0 and not done[h]:
+            sure += graph.cost[h]
+    return sure
+
+
+@native
+def _forget_passed(graph: Graph, lattice: Lattice, state: int, last: int, until: int, passed: Integers) -> None:
+    """Undo it for all next layers behind `last` up to the entry `until`."""
+    for e in range(lattice.next_start[state], until):
+        v = lattice.next_layer[e]
+        if v > last:
+            for k in range(graph.touch_start[v], graph.touch_start[v + 1]):
+                passed[graph.touch[k]] -= 1
+
+
+@native
 def _fill(
-    graph: Graph, lattice: Lattice, loads: Loads, low: Integers, high: Integers, width: int, limit: float
-) -> tuple[Floats, numpy.ndarray, numpy.ndarray]:
-    """best[spare used, state, k]: the least slowest stage up to the state with low + k devices; and how it was reached."""
+    graph: Graph, lattice: Lattice, loads: Loads, low: Integers, high: Integers, width: int, limit: float, most_steps: int
+) -> tuple[Floats, numpy.ndarray, numpy.ndarray, int]:
+    """best[spare used, state, k]: the least slowest stage up to the state with low + k devices; how it was reached; steps."""
     states, layers, values = len(lattice.words), len(graph.before_start) - 1, len(graph.cost)
     best = numpy.full((2, states, width), numpy.inf)
     came = numpy.full((2, states, width), -1, dtype=numpy.int32)
@@ -151,13 +147,16 @@ def _fill(
     best[0, 0, 0] = 0.0
     done = numpy.zeros(values, dtype=numpy.bool_)  # whether a value has members before the stage
     held = numpy.zeros(values, dtype=numpy.int64)  # how many it has in the stage
+    passed = numpy.zeros(values, dtype=numpy.int64)  # how many that the stage will not hold
     path = numpy.zeros(layers + 1, dtype=numpy.int64)
     state, at = numpy.zeros(layers + 1, dtype=numpy.int64), numpy.zeros(layers + 1, dtype=numpy.int64)
     work, size, spare = numpy.zeros(layers + 1), numpy.zeros(layers + 1), numpy.zeros(layers + 1)
-    crossing, entering = numpy.zeros(layers + 1), numpy.zeros(layers + 1)
+    crossing, sure = numpy.zeros(layers + 1), numpy.zeros(layers + 1)
     alive_kind = numpy.zeros(2 * width, dtype=numpy.int64)
     alive_used = numpy.zeros(2 * width, dtype=numpy.int64)
     alive_best = numpy.zeros(2 * width)
+    steps = 0
+    path[0] = -1
     for begin in range(states - 1):
         alive = 0
         for kind in range(2):
@@ -170,34 +169,43 @@ def _fill(
         may_spare = len(loads.spare) > 0 and alive > 0 and alive_kind[0] == 0
         if alive == 0:
             continue
+        if steps > most_steps:
+            break
         _mark_begun(graph, lattice.words[begin], done)
-        depth, state[0], at[0] = 0, begin, lattice.next_start[begin]
-        while depth >= 0:
-            if at[depth] == lattice.next_start[state[depth] + 1]:
-                if depth > 0:
-                    v = path[depth]
-                    for k in range(graph.touch_start[v], graph.touch_start[v + 1]):
-                        held[graph.touch[k]] -= 1
+        depth, state[0], at[0], sure[0] = 0, begin, lattice.next_start[begin], 0.0
+        while True:
+            here = state[depth]
+            over = work[depth] + sure[depth] >= limit and not may_spare
+            if over or at[depth] == lattice.next_start[here + 1]:
+                _forget_passed(graph, lattice, here, path[depth], at[depth], passed)
+                if depth == 0:
+                    break
+                v = path[depth]
+                for k in range(graph.touch_start[v], graph.touch_start[v + 1]):
+                    held[graph.touch[k]] -= 1
                 depth -= 1
+                sure[depth] += _pass_over(graph, v, done, held, passed)
                 continue
             e = at[depth]
             at[depth] += 1
             v = lattice.next_layer[e]
-            if depth > 0 and v < path[depth]:
+            if v < path[depth]:
                 continue
+            steps += 1
             own = work[depth] + loads.seconds[v]
             own_size = size[depth] + loads.sizes[v]
             own_spare = spare[depth] + loads.spare[v] if may_spare else numpy.inf
-            within = own + entering[depth] < limit and own_size <= loads.most_size
+            within = own + sure[depth] < limit and own_size <= loads.most_size
             if not within and not own_spare < limit:
+                sure[depth] += _pass_over(graph, v, done, held, passed)
                 continue
-            cross, enter = crossing[depth], entering[depth]
+            cross, certain = crossing[depth], sure[depth]
             for k in range(graph.touch_start[v], graph.touch_start[v + 1]):
                 h = graph.touch[k]
                 if held[h] == 0:
                     cross += graph.cost[h]
-                    if done[h]:
-                        enter += graph.cost[h]
+                    if done[h] or passed[h] > 0:
+                        certain += graph.cost[h]
                 held[h] += 1
                 if held[h] == graph.member_start[h + 1] - graph.member_start[h]:
                     cross -= graph.cost[h]
@@ -205,7 +213,7 @@ def _fill(
             end = lattice.next_state[e]
             path[depth], state[depth], at[depth] = v, end, lattice.next_start[end]
             work[depth], size[depth], spare[depth] = own, own_size, own_spare
-            crossing[depth], entering[depth] = cross, enter
+            crossing[depth], sure[depth] = cross, certain
             seconds = own + cross
             if within and seconds < limit:
                 for a in range(alive):
@@ -221,4 +229,4 @@ def _fill(
                     slowest = max(alive_best[a], own_spare)
                     if alive_kind[a] == 0 and k >= 0 and used <= high[1, end] and slowest < best[1, end, k]:
                         best[1, end, k], came[1, end, k], on_spare[1, end, k] = slowest, begin, True
-    return best, came, on_spare
+    return best, came, on_spare, steps

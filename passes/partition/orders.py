@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
 
 from pdcompiler.core.lattice import Graph, in_new_order
 
@@ -36,10 +37,21 @@ def near(graph: Graph, order: Sequence[int], width: int) -> Graph:
     return in_new_order(graph, order, more)
 
 
-def order_of(stages: Sequence[Sequence[int]], order: Sequence[int]) -> tuple[int, ...]:
-    """The layers stage by stage, within each as in `order`."""
-    place = {layer: k for k, layer in enumerate(order)}
-    return tuple(layer for stage in stages for layer in sorted(stage, key=place.__getitem__))
+def order_toward(graph: Graph, rank: Sequence[float]) -> tuple[int, ...]:
+    """Of the layers that may come next, always the one with the least rank, then the first."""
+    unmet = [len(row) for row in graph.rows("before")]
+    after = graph.rows("after")
+    ready = [(rank[layer], layer) for layer, count in enumerate(unmet) if count == 0]
+    heapify(ready)
+    order = []
+    while ready:
+        _, layer = heappop(ready)
+        order.append(layer)
+        for later in after[layer]:
+            unmet[later] -= 1
+            if unmet[later] == 0:
+                heappush(ready, (rank[later], later))
+    return tuple(order)
 
 
 def _depth_first(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], choice: random.Random) -> list[int]:

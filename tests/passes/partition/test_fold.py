@@ -13,7 +13,7 @@ from pdcompiler.core.machine import Machine
 from pdcompiler.core.plan import Training
 from pdcompiler.core.workload import Value, Workload
 from pdcompiler.passes.partition.evaluate import evaluate
-from pdcompiler.passes.partition.fold import fold, fold_workload
+from pdcompiler.passes.partition.fold import fold, fold_workload, inseparable
 from pdcompiler.workload_strategies import machines, trainings, workloads
 from tests.planning import best_by_force
 
@@ -47,6 +47,21 @@ def test_a_layer_with_neighbours_on_both_sides_stays() -> None:
 def test_a_group_takes_what_stands_between() -> None:
     edges = [(0, 1), (1, 2), (2, 3), (0, 4), (4, 5)]
     assert fold(6, edges, [], together=[(0, 2), (4, 5)]) == ((0, 1, 2), (3,), (4, 5))
+
+
+@pytest.mark.parametrize(
+    ("limit", "spare", "pairs"), [(10.0, False, [(0, 1)]), (10.1, False, []), (7.0, True, [(0, 1)]), (7.1, True, [])]
+)
+def test_layers_that_no_plan_below_a_limit_parts(limit: float, spare: bool, pairs: list[tuple[int, int]]) -> None:
+    seconds, values = numpy.array([1.0, 4.0, 0.0]), [((0, 1), 2.0), ((0, 1, 2), 4.0)]
+    found = inseparable(((0,), (1,), (2,)), values, seconds, limit, spare)
+    assert found == pairs
+
+
+def test_a_part_is_inseparable_by_what_all_its_layers_take() -> None:
+    seconds, values = numpy.array([3.0, 3.0, 1.0]), [((1, 2), 4.0)]
+    assert inseparable(((0,), (1,), (2,)), values, seconds, 10.0) == []
+    assert inseparable(((0, 1), (2,)), values, seconds, 10.0) == [(0, 2)]
 
 
 def test_the_folded_workload_has_the_sums() -> None:

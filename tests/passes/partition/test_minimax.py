@@ -6,8 +6,9 @@ import numpy
 import pytest
 
 from pdcompiler.core.lattice import Graph, Lattice, chain_lattice, make_graph
+from pdcompiler.core.straight import Loads, least_seconds
 from pdcompiler.passes.partition.ideals import ideals
-from pdcompiler.passes.partition.minimax import Loads, Stages, fastest_slowest, least_seconds
+from pdcompiler.passes.partition.minimax import GivenUp, Stages, fastest_slowest
 
 
 def chain(costs: list[float]) -> Graph:
@@ -68,6 +69,13 @@ def test_sizes_move_a_cut() -> None:
 def test_only_plans_below_the_limit_are_sought(limit: float, found: bool) -> None:
     loads = Loads.of(numpy.array([1.0, 2.0, 3.0, 4.0]))
     assert (fastest_slowest(chain([9.0, 1.0, 9.0]), chain_lattice(4), loads, 2, limit) is not None) == found
+
+
+def test_a_search_gives_up_after_so_many_steps() -> None:
+    graph, lattice, loads = chain([1.0] * 9), chain_lattice(10), Loads.of(numpy.ones(10))
+    assert fastest_slowest(graph, lattice, loads, devices=3, most_steps=10 * 11 // 2) is not None
+    with pytest.raises(GivenUp):
+        fastest_slowest(graph, lattice, loads, devices=3, most_steps=5)
 
 
 def test_what_no_plan_beats() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdcompiler.core.lattice import Graph, make_graph
 from pdcompiler.passes.partition.ideals import ideals
-from pdcompiler.passes.partition.orders import depth_first_orders, near, order_of
+from pdcompiler.passes.partition.orders import depth_first_orders, near, order_toward
 
 
 @st.composite
@@ -60,5 +60,12 @@ def test_states_near_an_order(width: int, states: int) -> None:
     assert lattice.states == states
 
 
-def test_the_order_of_stages() -> None:
-    assert order_of([(0, 3, 4), (1, 2)], [0, 1, 4, 2, 3]) == (0, 4, 3, 1, 2)
+@given(graphs(), st.data())
+def test_an_order_toward_ranks(graph: Graph, data: st.DataObject) -> None:
+    rank = data.draw(st.permutations(range(graph.layers)))
+    order = order_toward(graph, rank)
+    assert is_order(graph, order)
+    before = graph.rows("before")
+    for k, layer in enumerate(order):
+        ready = [other for other in order[k:] if set(before[other]) <= set(order[:k])]
+        assert layer == min(ready, key=rank.__getitem__)
