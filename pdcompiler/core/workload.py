@@ -4,7 +4,7 @@
     Value      one tensor: made by one layer, read by others; it crosses every border between them
 
 All costs are of one microbatch. A trace becomes one by `passes/partition/problem.py`, PipeDream's `graph.txt` by
-`passes/partition/graph_txt.py`. Not here: devices (`machine.py`), and which layers are a stage (`plan.py`).
+`graph_txt.py`. Not here: devices (`machine.py`), and which layers are a stage (`plan.py`).
 """
 
 from __future__ import annotations
