@@ -22,9 +22,9 @@ from pdcompiler.passes.partition.ideals import MOST_STATES, ideals
 from pdcompiler.passes.partition.minimax import GivenUp, fastest_slowest
 from pdcompiler.passes.partition.orders import depth_first_orders, near, order_toward
 
-ORDERS, MORE_ORDERS = 32, 8
+ORDERS, MORE_ORDERS = 24, 4
 """How many topological orders are searched, and how many once more when layers have become inseparable."""
-NEAR_STATES, NEAR_STEPS, NEAR_ROUNDS = 8_000, 8_000_000, 4
+NEAR_STATES, NEAR_STEPS, NEAR_ROUNDS = 6_000, 5_000_000, 4
 """Of all orders near the best: how many states and candidate stages at most, and how often around the best that was found."""
 BOUND_STEPS = 8
 """Of the bisection of the bound, where not all states could be searched."""
