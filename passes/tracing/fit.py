@@ -22,7 +22,7 @@ from pdcompiler.core.machine import Device
 from pdcompiler.core.profile import Measured, Profile
 
 ITERATIONS = 30
-"""The weights are those of the last constants; they settle within a few."""
+"""The weights are those of the last constants; they settle within a few. What they leave of the whole is scaled away."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def fit(profiles: Sequence[Profile]) -> DeviceFit:
         weights = 1 / numpy.sqrt(numpy.maximum(fitted, seconds.min()))
         found, _residual = nnls(matrix / scale * weights[:, None], seconds * weights)
         fitted = matrix / scale @ found
-    costs = found / scale
+    costs = found / scale * (seconds.sum() / fitted.sum())
     rates = [1 / cost if cost > 0 else math.inf for cost in costs[:2]]
     return DeviceFit(devices[0], rates[0], rates[1], float(costs[2]), _by_kind(operations, costs))
 

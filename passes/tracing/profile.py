@@ -203,7 +203,7 @@ def _with_clocks(trace: Trace, after: set[fx.Node]) -> fx.GraphModule:
     calls = [node for node in trace.graph.nodes if node.op not in ("placeholder", "output")]
     for node in trace.graph.nodes:
         if node.op == "placeholder":
-            copies[node] = graph.node_copy(node)
+            copies[node] = graph.placeholder(f"input_{len(copies)}")  # "0.weight" of a Sequential is no name in Python
     clock = graph.placeholder("clock")
     graph.call_function(operator.call, (clock,))
     for node in (*(n for n in calls if not is_backward(n)), *(n for n in calls if is_backward(n))):

@@ -73,7 +73,7 @@ def test_law_all_operations_together_take_what_was_measured(operations: list[tup
     found = fit([profile([("product", flops, moved, seconds) for flops, moved, seconds in operations])])
     assert min(found.flops_per_second, found.memory_bytes_per_second) > 0 and found.seconds_per_operation >= 0
     (kind,) = found.kinds
-    assert kind.residual == pytest.approx(0, abs=0.02)
+    assert kind.residual == pytest.approx(0, abs=1e-9)
 
 
 def test_law_a_device_twice_as_slow_has_twice_the_constants() -> None:

@@ -87,6 +87,16 @@ def test_more_rows_than_the_batch_has_are_the_same_rows_over_again() -> None:
     assert profile.rows == 11 and product.flops == 2 * 11 * 6 * 3
 
 
+def test_numbered_modules_and_an_input_called_clock() -> None:
+    class Model(nn.Sequential):
+        def forward(self, clock: Tensor) -> Tensor:
+            result: Tensor = super().forward(clock)
+            return result
+
+    profile = profile_of(Model(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.ones(4, 4), target=TARGET)
+    assert {"0", "1", "2"} <= {operation.module for operation in profile.operations}
+
+
 def two_layers() -> tuple[nn.Module, Profile, Any]:
     model = TwoLayers()
     x, target = torch.ones(4, 4), torch.zeros(4, 3)
