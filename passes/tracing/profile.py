@@ -199,7 +199,7 @@ def _written(trace: Trace) -> set[fx.Node]:
 
 def _with_clocks(trace: Trace, after: set[fx.Node]) -> fx.GraphModule:
     """The trace, forward before backward, that calls its input `clock` at its beginning and after each of the given nodes."""
-    graph, copies = fx.Graph(), {}
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     calls = [node for node in trace.graph.nodes if node.op not in ("placeholder", "output")]
     for node in trace.graph.nodes:
         if node.op == "placeholder":
