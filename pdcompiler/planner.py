@@ -54,6 +54,8 @@ def candidate_stages(workload: Workload) -> list[tuple[Spans, str]]:
     folded, parts = fold_workload(workload)
     graph = graph_of(folded)
     lattice = ideals(graph, MOST_LATTICE)
+    if lattice is not None and lattice.states == folded.layers + 1:
+        return [(_along(folded, parts, range(folded.layers)), ALL)]
     spans = None if lattice is None else lattice_spans(folded, lattice, parts)
     if spans is not None:
         return [(spans, ALL)]

@@ -9,6 +9,7 @@ are, and what is told to the user (`planner.py`).
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy
@@ -20,9 +21,9 @@ from pdcompiler.core.stage_time import Terms, terms_of
 from pdcompiler.core.workload import Workload
 from pdcompiler.passes.partition.by_devices import best_by_devices
 from pdcompiler.passes.partition.evaluate import evaluate
-from pdcompiler.passes.partition.probe import fewest_devices
+from pdcompiler.passes.partition.probe import fewest_devices, stages_of
 
-CLOSE = 1e-9
+CLOSE = 1e-7
 """Two values this near are equal; a plan within it of the bound is the best."""
 MOST_STEPS = 3e9
 """Of the recurrence over devices with all degrees of replication; above it, only some degrees are tried."""
@@ -81,26 +82,34 @@ class Search:
         """Which are tried, in words."""
         return "any replication" if self.all_degrees else f"replicated {', '.join(map(str, self.degrees))} times"
 
-    def _probe(self, seconds: float) -> Found | None:
-        recompute = self.training.recompute
-        stages = fewest_devices(self.spans, self.terms, self.devices, seconds * self.pipelines, recompute=recompute)
-        return None if stages is None else self._found(stages)
-
     def _bisect(self, beat: float) -> tuple[Found | None, float]:
+        stages = stages_of(self.spans, self.terms, recompute=self.training.recompute)
+
+        def probe(seconds: float) -> Found | None:
+            found = fewest_devices(stages, self.terms, self.devices, seconds * self.pipelines)
+            return None if found is None else self._found(found)
+
         low = work_bound(self.workload, self.machine, self.training)
-        best = self._probe(beat * (1 - CLOSE) if beat < numpy.inf else 1e30)
+        best = probe(beat * (1 - CLOSE)) if beat < numpy.inf else self._first(probe, low)
         if best is None:
             return None, beat
         high = best.evaluation.seconds
-        low = min(low, high)
         while high > low * (1 + 2 * CLOSE):
-            middle = min((low * high) ** 0.5, high * (1 - CLOSE))
-            found = self._probe(middle)
+            middle = min((low * high) ** 0.5, high * (1 - CLOSE)) if low else high / 4
+            found = probe(middle)
             if found is None:
                 low = middle
             else:
                 best, high = found, min(found.evaluation.seconds, middle)
         return best, low
+
+    @staticmethod
+    def _first(probe: Callable[[float], Found | None], low: float) -> Found | None:
+        """Any plan; one not far from the bound where that is easy."""
+        for factor in (1.02, 1.1, 1.4, 2.0, 4.0) if low else ():
+            if found := probe(low * factor):
+                return found
+        return probe(1e30)
 
     def _solve(self, cap: float, total: bool, below: float = numpy.inf) -> tuple[float, Found | None]:
         """The least sum, or the least of the slowest stage, under a cap; and a plan that has it, None where none is below."""

@@ -31,8 +31,8 @@ def evaluate(plan: Plan, workload: Workload, machine: Machine, training: Trainin
     """Raises CompileError where the plan is none for this workload and machine."""
     check_plan(plan, workload, machine)
     own = replace(training, microbatches=-(-training.microbatches // plan.pipelines))
-    stages = tuple(_stage(plan, index, workload, machine, own) for index in range(len(plan.stages)))
-    devices = list(_ranges(plan))
+    devices, borders = list(_ranges(plan)), _border_bytes(plan, workload)
+    stages = tuple(_stage(plan, i, devices[i], borders[i], workload, machine, own) for i in range(len(plan.stages)))
     fits = all(cost.memory <= _memory(machine, *devices[i]) for i, cost in enumerate(stages))
     slowest = max(cost.seconds for cost in stages)
     if not training.flushes:
@@ -62,14 +62,17 @@ def check_plan(plan: Plan, workload: Workload, machine: Machine) -> None:
         raise CompileError(f"the plan {plan} needs {plan.devices} devices, the machine has {machine.world_size}")
 
 
-def _stage(plan: Plan, index: int, workload: Workload, machine: Machine, training: Training) -> StageCost:
+def _stage(
+    plan: Plan, index: int, devices: tuple[int, int], borders: tuple[float, float], workload: Workload, machine: Machine,
+    training: Training,
+) -> StageCost:  # fmt: skip
     stage, layers = plan.stages[index], list(plan.stages[index].layers)
-    first, last = list(_ranges(plan))[index]
+    first, last = devices
     kinds = _kinds(machine, first, last)
-    replicas, downstream = stage.replicas, plan.downstream(index)
+    replicas, downstream = stage.replicas, first
     forward = max(float(workload.forward[kind, layers].sum()) for kind in kinds)
     compute = max(float(workload.seconds[kind, layers].sum()) for kind in kinds) + (forward if stage.recompute else 0.0)
-    entering_bytes, leaving_bytes = _border_bytes(set(layers), workload)
+    entering_bytes, leaving_bytes = borders
     entering = _transfer(entering_bytes, machine, last) if entering_bytes else 0.0
     leaving = _transfer(leaving_bytes, machine, first - 1) if leaving_bytes else 0.0
     parameters, saved = float(workload.parameters[layers].sum()), float(workload.saved[layers].sum())
@@ -94,20 +97,23 @@ def _stage(plan: Plan, index: int, workload: Workload, machine: Machine, trainin
 
 def _ranges(plan: Plan) -> Iterator[tuple[int, int]]:
     """First and last device of each stage in the last pipeline, counted from the machine's end."""
-    for index, stage in enumerate(plan.stages):
-        first = plan.downstream(index)
+    first = sum(stage.replicas for stage in plan.stages)
+    for stage in plan.stages:
+        first -= stage.replicas
         yield first, first + stage.replicas - 1
 
 
-def _border_bytes(layers: set[int], workload: Workload) -> tuple[float, float]:
-    entering = leaving = 0.0
+def _border_bytes(plan: Plan, workload: Workload) -> list[tuple[float, float]]:
+    """What enters and leaves each stage."""
+    where = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
+    entering, leaving = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
     for value in workload.values:
-        readers = set(value.consumers)
-        if value.producer in layers:
-            leaving += value.bytes if readers - layers else 0.0
-        elif readers & layers:
-            entering += value.bytes
-    return entering, leaving
+        made, read = where[value.producer], {where[reader] for reader in value.consumers}
+        for stage in read - {made}:
+            entering[stage] += value.bytes
+        if read - {made}:
+            leaving[made] += value.bytes
+    return list(zip(entering, leaving, strict=True))
 
 
 def _transfer(nbytes: float, machine: Machine, border: int) -> float:

@@ -12,33 +12,82 @@ Not here: flushing schedules and several kinds of device (`by_devices.py`).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy
 
 from pdcompiler.core.native import native
 from pdcompiler.core.plan import Choice
-from pdcompiler.core.spans import Spans
-from pdcompiler.core.stage_time import Terms, border_seconds, level_of, reduce_seconds, stage_memory, stage_seconds
+from pdcompiler.core.spans import Integers, Spans
+from pdcompiler.core.stage_time import PIPEDREAM, Terms, border_seconds, level_of, reduce_seconds, stage_memory, stage_seconds
 from pdcompiler.core.workload import Floats
 
 NONE = 1 << 40
 
 
-def fewest_devices(spans: Spans, terms: Terms, devices: int, seconds: float, *, recompute: bool = False) -> list[Choice] | None:
-    """A plan of at most `devices` devices in which no stage takes longer than `seconds`, or None where there is none."""
+class Stages(NamedTuple):
+    """What does not depend on the time, of each pair: by variant (saved, recomputed) and pair. before: the work of all
+    layers before each state.   shared: no less than that, divided
+    by the time, are the replicas, if they are two or more.   versions: the most that the memory holds, with as many microbatches'
+    saved values.   kept: saved bytes of a microbatch.   extra: working bytes."""
+
+    start: Integers
+    end: Integers
+    before: Floats
+    work: Floats
+    shared: Floats
+    versions: Floats
+    kept: Floats
+    extra: Floats
+    parameters: Floats
+    entering: Floats
+    leaving: Floats
+
+
+def stages_of(spans: Spans, terms: Terms, *, recompute: bool = False) -> Stages:
+    """Once for all probes."""
+    both = spans.forward[0] + spans.backward[0]
+    border = spans.working + spans.entering + spans.leaving
+    work, kept, extra = numpy.array([both]), numpy.array([spans.saved]), numpy.array([border])
+    if recompute:
+        work = numpy.array([both, both + spans.forward[0]])
+        kept, extra = numpy.array([spans.saved, spans.entering]), numpy.array([border, border + spans.saved])
+    stashed = spans.parameters * float(terms.kind == PIPEDREAM)  # weights of each microbatch in flight
+    room = terms.memory[0] - extra - spans.parameters * terms.weight_factor + stashed
+    each = kept + stashed
+    with numpy.errstate(divide="ignore", invalid="ignore"):
+        versions = numpy.where(each > 0, numpy.floor(room / each + 1e-9), numpy.where(room >= 0, NONE, 0))
+    columns = (spans.parameters, spans.entering, spans.leaving)
+    reduced = terms.reduce_factor * spans.parameters / terms.bandwidth.max()
+    shared = work + reduced / 2 if terms.kind == PIPEDREAM else work  # work + reduced (r - 1) / r <= time * r
+    before = numpy.zeros(spans.states)
+    before[spans.end[: spans.start[1]]] = both[: spans.start[1]]
+    return Stages(spans.start, spans.end, before, work, shared, numpy.minimum(versions, NONE), kept, extra, *columns)
+
+
+def fewest_devices(
+    stages: Stages, terms: Terms, devices: int, seconds: float, *, degrees: Integers | None = None
+) -> list[Choice] | None:
+    """A plan of at most `devices` devices in which no stage takes longer than `seconds`, or None where there is none.
+    degrees: the numbers of replicas that a stage may have; None: all."""
     per_unit = int(terms.units[-2]) if len(terms.units) > 1 else 1
-    columns = (spans.parameters, spans.saved, spans.working, spans.entering, spans.leaving)
-    fewest, pair, came, replicas, again = _fill(
-        spans.start, spans.end, spans.forward[0], spans.backward[0], *columns, terms, devices, per_unit, seconds, recompute
-    )
+    allowed = _next_degrees(numpy.arange(1, devices + 1) if degrees is None else degrees, devices)
+    fewest, pair, came, replicas, again = _fill(stages, terms, devices, per_unit, seconds, allowed, degrees is None)
     place = int(fewest[0].argmin())
     if fewest[0, place] - (-terms.size) % per_unit > devices:
         return None
     state, found = 0, []
-    while state < spans.states - 1:
+    while state < len(fewest) - 1:
         at = (state, place)
         found.append(Choice(int(pair[at]), int(replicas[at]), bool(again[at])))
-        state, place = int(spans.end[pair[at]]), int(came[at])
+        state, place = int(stages.end[pair[at]]), int(came[at])
     return found
+
+
+def _next_degrees(degrees: Integers, devices: int) -> Integers:
+    """For each number of replicas up to one more than there are devices, the least allowed one that is no smaller; or NONE."""
+    ordered = numpy.append(numpy.unique(degrees[degrees <= devices]), NONE).astype(numpy.int64)
+    return ordered[numpy.searchsorted(ordered, numpy.arange(devices + 2))]
 
 
 @native
@@ -74,10 +123,10 @@ def _root(terms: Terms, work: float, parameters: float, entering: float, leaving
 
 @native
 def _fill(
-    start: numpy.ndarray, end: numpy.ndarray, forward: Floats, backward: Floats, parameters: Floats, saved: Floats,
-    working: Floats, entering: Floats, leaving: Floats, terms: Terms, devices: int, unit: int, limit: float, recompute: bool,
-) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]:  # fmt: skip
-    states = len(start) - 1
+    stages: Stages, terms: Terms, devices: int, unit: int, limit: float, allowed: Integers, every: bool
+) -> tuple[Integers, Integers, Integers, Integers, numpy.ndarray]:
+    states = len(stages.start) - 1
+    enough = unit if every else (1 if unit == 1 else NONE)  # settled degrees in a row: then all places are
     missing = (-terms.size) % unit  # of the last unit: the machine's end need not be a unit's end
     largest = devices + missing
     fewest = numpy.full((states, unit), NONE)
@@ -86,53 +135,53 @@ def _fill(
     replicas = numpy.zeros((states, unit), dtype=numpy.int64)
     again = numpy.zeros((states, unit), dtype=numpy.bool_)
     fewest[states - 1, missing % unit] = missing
+    most_work = limit * devices
     for i in range(states - 2, -1, -1):
-        for p in range(start[i], start[i + 1]):
-            j = end[p]
-            for variant in range(2 if recompute else 1):
-                work = forward[p] * (1 + variant) + backward[p]
-                kept = entering[p] if variant else saved[p]
-                extra = working[p] + entering[p] + leaving[p] + (saved[p] if variant else 0.0)
-                room = terms.memory[0] - extra - parameters[p] * (terms.weight_factor - 1.0)
-                each = kept + parameters[p]
-                versions = numpy.floor(room / each + 1e-9) if each > 0.0 else (1e18 if room >= 0.0 else 0.0)
-                if versions < 1.0 or work > limit * devices:
+        budget = largest + 1 - int(numpy.ceil(stages.before[i] / limit - 1e-6))  # the layers before need the other devices
+        worst = budget
+        for p in range(stages.start[i], stages.start[i + 1]):
+            j = stages.end[p]
+            for variant in range(len(stages.work)):
+                work, versions = stages.work[variant, p], stages.versions[variant, p]
+                if work > most_work or versions < 1.0:
                     continue
+                least = 1 if work <= limit else max(2, int(numpy.ceil(stages.shared[variant, p] / limit - 1e-9)))
                 root = -1.0
                 for place in range(unit):
                     begin = fewest[j, place]
-                    if begin >= largest:
+                    if begin + least >= worst or begin + least > largest:
                         continue
-                    downstream = begin - missing
-                    low = max(1, int(numpy.ceil(work / limit - 1e-9)))
+                    low, downstream = least, begin - missing
                     if downstream > 0:
                         if versions < 2.0:
                             continue
                         low = max(low, int(numpy.ceil(downstream / (versions - 1.0) - 1e-9)))
-                    worst = fewest[i].max()
-                    if begin + low >= worst or begin + low > largest:
-                        continue
-                    if root < 0.0:
-                        root = _root(terms, work, parameters[p], entering[p], leaving[p], limit)
-                    step, settled = low, 0
-                    while settled < unit and begin + step <= min(largest, worst - 1):
+                        if begin + low >= worst or begin + low > largest:
+                            continue
+                    parameters, entering, leaving = stages.parameters[p], stages.entering[p], stages.leaving[p]
+                    if root < 0.0 and terms.kind == PIPEDREAM:
+                        root = _root(terms, work, parameters, entering, leaving, limit)
+                    step, settled = allowed[min(low, devices + 1)], 0
+                    while settled < enough and begin + step <= min(largest, worst - 1):
                         inside = place + step <= unit and unit > 1
                         if not inside and step > 2 and step < root - 1.0:
                             step = max(step + 1, int(numpy.ceil(root - 1e-6)) - 1 if root < 1e17 else NONE)
+                            step = allowed[min(step, devices + 1)]
                             continue
                         settled = 0 if inside else settled + 1
                         goal = (place + step) % unit
                         if begin + step < fewest[i, goal]:
-                            taken = _seconds(terms, work, parameters[p], entering[p], leaving[p], downstream, step)
-                            memory = stage_memory(terms, parameters[p], kept, extra, step, downstream)
+                            taken = _seconds(terms, work, parameters, entering, leaving, downstream, step)
+                            kept, extra = stages.kept[variant, p], stages.extra[variant, p]
+                            memory = stage_memory(terms, parameters, kept, extra, step, downstream)
                             if taken <= limit and memory <= terms.memory[0]:
                                 fewest[i, goal] = begin + step
                                 pair[i, goal] = p
                                 came[i, goal] = place
                                 replicas[i, goal] = step
                                 again[i, goal] = variant == 1
-                                worst = fewest[i].max()
+                                worst = min(budget, fewest[i].max())
                             else:
                                 settled = 0
-                        step += 1
+                        step = allowed[min(step + 1, devices + 1)]
     return fewest, pair, came, replicas, again
