@@ -16,10 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import quality_dnn_partitioning
+import quality_pipedream
+import quality_piper
 from quality import Row
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
-SUITES: dict[str, Callable[[Path], Iterator[Row]]] = {"dnn-partitioning": quality_dnn_partitioning.suite}
+SUITES: dict[str, Callable[[Path], Iterator[Row]]] = {
+    "dnn-partitioning": quality_dnn_partitioning.suite,
+    "piper": quality_piper.suite,
+    "pipedream": quality_pipedream.suite,
+}
 
 
 def line(row: Row) -> str:

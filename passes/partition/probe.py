@@ -60,8 +60,9 @@ def stages_of(spans: Spans, terms: Terms, *, recompute: bool = False) -> Stages:
     columns = (spans.parameters, spans.entering, spans.leaving)
     reduced = terms.reduce_factor * spans.parameters / terms.bandwidth.max()
     shared = work + reduced / 2 if terms.kind == PIPEDREAM else work  # work + reduced (r - 1) / r <= time * r
-    before = numpy.zeros(spans.states)
-    before[spans.end[: spans.start[1]]] = both[: spans.start[1]]
+    before = numpy.full(spans.states, numpy.inf)
+    numpy.minimum.at(before, spans.end[: spans.start[1]], both[: spans.start[1]])  # two states may have several stages
+    before[numpy.isinf(before)] = 0.0
     return Stages(spans.start, spans.end, before, work, shared, numpy.minimum(versions, NONE), kept, extra, *columns)
 
 
