@@ -47,7 +47,7 @@ def random_chain(layers: int, seed: int = 0) -> Workload:
 
 
 def random_branches(branches: int, length: int, seed: int = 0) -> Workload:
-    """A layer, `branches` rows of `length` layers side by side, and a layer that reads them all: (length + 1) ^ branches downsets."""
+    """A layer, `branches` rows of `length` layers side by side, a layer that reads them all: (length + 1) ^ branches downsets."""
     own = random_chain(branches * length + 2, seed)
     random = numpy.random.default_rng(seed)
     last = own.layers - 1

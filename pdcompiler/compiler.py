@@ -46,7 +46,7 @@ from pdcompiler.passes.stages.split_shared_gradients import split_shared_gradien
 from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
 from pdcompiler.passes.tracing.trace import capture_joint
-from pdcompiler.planner import explain, judge, straight_plan
+from pdcompiler.planner import explain, judge, plan_in_order, straight_plan
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,30 @@ def choose_partition(request: Request, trace: Trace, rows: int) -> Partition:
     partition = make_partition(trace, problem, cuts_of(problem, found.plan), fingerprint(request.model))
     partition = with_costs(partition, problem.workload, found.plan, found.evaluation)
     return replace(partition, explanation=explain(found, problem.workload, machine, request.training))
+
+
+def plan_partition(request: Request, trace: Trace, microbatch_rows: Sequence[int], batch_rows: int) -> Partition:
+    """The best partition on at most the machine's devices, replicated stages, whole pipelines and recompute included, for the
+    best of some numbers of rows of a microbatch. Of a large model only the narrowest cuts are searched; then it has a gap."""
+    machine, best = request.machine.take(request.world_size), None
+    refusal: CompileError | None = None
+    for rows in microbatch_rows:
+        problem = make_problem(trace, machine, rows)
+        training = replace(request.training, microbatches=-(-batch_rows // rows))
+        try:
+            problem, found = plan_in_order(problem, machine, training)
+        except CompileError as error:
+            refusal = error
+            continue
+        if best is None or found.evaluation.seconds < best[1].evaluation.seconds:
+            best = (problem, found, training)
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    problem, found, training = best
+    partition = make_partition(trace, problem, cuts_of(problem, found.plan), fingerprint(request.model))
+    partition = with_costs(partition, problem.workload, found.plan, found.evaluation)
+    return replace(partition, explanation=explain(found, problem.workload, machine, training))
 
 
 def stage_trace(request: Request, trace: Trace, partition: Partition, rows: int) -> Staged:
@@ -186,6 +210,11 @@ def read_partition(given: Any, model: nn.Module, world_size: int) -> Partition |
         partition, count = tuple(given), len(given) + 1
     else:
         raise CompileError(f"partition is a {type(given).__name__}", ways_out=("a Partition, a JSON file, or module paths",))
+    if isinstance(partition, Partition) and partition.devices != count:
+        raise CompileError(
+            f"the partition has replicated stages ({partition.devices} ranks for {count} stages); these can be planned, not run",
+            ways_out=("a partition with one rank a stage", "torch's DistributedDataParallel, for one replicated stage"),
+        )
     if count != world_size:
         raise CompileError(f"the partition has {count} stages, world_size is {world_size}")
     return partition

@@ -18,22 +18,26 @@ from pdcompiler.core.errors import CompileError
 from pdcompiler.core.explanation import Border, Explanation, amount
 from pdcompiler.core.lattice import graph_of
 from pdcompiler.core.machine import Machine
+from pdcompiler.core.partition import Problem
 from pdcompiler.core.plan import Plan, PlannedStage, StageCost, Training
 from pdcompiler.core.spans import Spans
 from pdcompiler.core.workload import Workload
 from pdcompiler.core.workload import in_order as reordered
 from pdcompiler.passes.partition.evaluate import evaluate
-from pdcompiler.passes.partition.fold import Parts, fold_workload
+from pdcompiler.passes.partition.fold import Parts, fold_workload, merge
 from pdcompiler.passes.partition.ideals import ideals
 from pdcompiler.passes.partition.lattice_spans import lattice_spans
 from pdcompiler.passes.partition.orders import depth_first_orders
 from pdcompiler.passes.partition.spans import chain_spans
+from pdcompiler.passes.partition.thin import narrow_parts
 from pdcompiler.search import Found, Search, work_bound
 
 STRAIGHT = "all cuts in the model's own order, one rank a stage"
 IN_ORDER = "all cuts in the model's own order"
 ALL = "all stages with which no value goes back"
 MOST_LATTICE = 20_000
+MOST_PLACES = 200
+"""Where a stage may begin, for plans of traces; on more than 256 devices half of that."""
 ORDERS = 12
 """Of a graph with more states than MOST_LATTICE."""
 
@@ -83,6 +87,20 @@ def straight_plan(workload: Workload, machine: Machine, training: Training) -> F
     spans = chain_spans(workload)
     best = _best_straight(workload, spans, machine, training)
     return best or _refuse(machine, training, lambda *other: _best_straight(workload, spans, *other))
+
+
+def plan_in_order(problem: Problem, machine: Machine, training: Training) -> tuple[Problem, Found]:
+    """The best plan of a trace, its stages contiguous; and the problem with the layers that the plan speaks of: the narrowest
+    cuts of a large one, so that the search ends within seconds."""
+    most = MOST_PLACES if machine.world_size <= 256 else MOST_PLACES // 2
+    if problem.workload.layers <= most:
+        return problem, plan(problem.workload, machine, training, in_order=True)
+    parts = narrow_parts(problem.workload, most)
+    places = tuple(problem.places[part[0]] for part in parts)
+    narrow = replace(problem, places=places, workload=merge(problem.workload, parts))
+    found = plan(narrow.workload, machine, training, in_order=True)
+    bound = min(found.evaluation.seconds, work_bound(narrow.workload, machine, training))
+    return narrow, replace(found, bound=bound, how=f"{found.how}, at the {most} narrowest cuts")
 
 
 def _best(workload: Workload, classes: list[tuple[Spans, str]], machine: Machine, training: Training) -> Found | None:

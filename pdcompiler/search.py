@@ -28,6 +28,8 @@ CLOSE = 1e-7
 MOST_STEPS = 3e9
 """Of the recurrence over devices with all degrees of replication; above it, only some degrees are tried."""
 MOST_CAPS = 60
+MOST_SEARCHED = 2e9
+"""Steps of the recurrence in all, over all caps; but three caps at least."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Search:
         self.terms: Terms = terms_of(machine, training, pipelines, self.devices)
         self.by_probes = training.schedule == "pipedream" and len(machine.devices) == 1 and not straight
         self.degrees, self.all_degrees = degrees_of(spans, 1 if straight or self.by_probes else self.devices)
+        steps = len(spans.end) * self.devices * len(self.degrees) / 2
+        self.most_caps = int(min(MOST_CAPS, max(3, MOST_SEARCHED / steps)))
 
     def run(self, beat: float) -> tuple[Found | None, float]:
         """A plan that takes less than `beat`, and a bound of all plans of this class; no plan where none is better."""
@@ -129,9 +133,10 @@ class Search:
         """Branch and bound over the cap on the slowest stage. In an interval (low, high] of it, a step takes at least
         (microbatches - 1) * low + the least sum under the cap high."""
         more = self.terms.microbatches - 1
-        least, found = self._solve(numpy.inf, total=False)
+        below = beat / self.terms.microbatches  # a step takes at least microbatches * slowest
+        least, found = self._solve(numpy.inf, total=False, below=below)
         if found is None:
-            return None, numpy.inf
+            return None, beat
         best: Found | None = None
         value = beat
 
@@ -149,7 +154,7 @@ class Search:
         low_sum, _ = under(least, 0.0)
         high_sum, high = under(numpy.inf, least)
         open_ = [(more * least + high_sum, least, low_sum, high, high_sum)]
-        for _ in range(MOST_CAPS):
+        for _ in range(self.most_caps):
             if not open_ or open_[0][0] >= value * (1 - CLOSE):
                 return best, value
             _, low, low_sum, high, high_sum = heapq.heappop(open_)

@@ -47,12 +47,16 @@ class Traces:
         for trace, staged in known:
             if trace.admits(rows):
                 return staged
+        return self._add(known, self.trace(batch, rows, gradients), rows)
+
+    def trace(self, batch: Batch, rows: int, gradients: bool) -> Trace:
+        """A new trace that serves microbatches of `rows` rows, and where the model allows it those of other numbers too."""
         with self._mode(gradients):
             # For one row a general trace is needed only to see whether the inputs are split right: sizes of 1 broadcast.
             general = self._general(batch, rows, gradients) if rows > 1 or _ambiguous(batch) else None
             if general is None or not general.admits(rows):
                 general = trace_model(self.request, batch, rows=rows, symbolic=False, gradients=gradients)
-        return self._add(known, general, rows)
+        return general
 
     def fixed_partition(self) -> Partition:
         """The partition that all traces share; a CompileError where there is no trace yet."""

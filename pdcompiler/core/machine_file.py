@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.machine import Device, Level, Machine
+from pdcompiler.core.machine import Device, Level, Machine, check_number
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ def _values(given: Any, table: str, where: str) -> dict[str, Any]:
             _refuse_key(key, value, required + optional, where)
     if missing := [key for key in required if key not in given]:
         raise CompileError(f"{where} lacks {', '.join(missing)}")
-    values = {key: _quantity(value, UNITS[key], f"{where}, {key}") if key in UNITS else value for key, value in given.items()}
+    values = {key: quantity(value, UNITS[key], f"{where}, {key}") if key in UNITS else value for key, value in given.items()}
     if not isinstance(values["name"], str):
         raise CompileError(f"{where}, name is {values['name']!r}, expected text")
     if not isinstance(values.get("overlap", False), bool):
@@ -140,7 +140,7 @@ def _refuse_key(key: str, value: Any, known: tuple[str, ...], where: str) -> NoR
     raise CompileError(f"{where}: {key} is in bits, {in_bytes} is wanted", ways_out=(way_out,))
 
 
-def _quantity(value: Any, units: dict[str, float], where: str) -> Any:
+def quantity(value: Any, units: dict[str, float], where: str) -> Any:
     """A number from text with a unit; what is no text stays as it is."""
     if not isinstance(value, str):
         return value
@@ -153,6 +153,13 @@ def _quantity(value: Any, units: dict[str, float], where: str) -> Any:
         some = f"a number and one of {', '.join(units)}"
         raise CompileError(f'{where}: "{value}" has no unit that is known here', ways_out=(some,))
     return float(Decimal(match[1]) * Decimal(repr(units[match[2]])))  # so that "5 us" is 5e-6 to the last digit
+
+
+def parse_bytes(text: str, where: str) -> float:
+    """"16GiB" or "80 GB" as a number of bytes above 0."""
+    nbytes = quantity(text, BYTES, where)
+    check_number(nbytes, where, above_zero=True)
+    return float(nbytes)
 
 
 def to_toml(machine: Machine) -> str:
