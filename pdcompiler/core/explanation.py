@@ -57,7 +57,7 @@ class Explanation:
     def lines(self) -> list[str]:
         """What `print(pipe.partition)` says below its table."""
         what = "step" if self.schedule in ("gpipe", "1f1b") else "microbatch"
-        best = "the best" if self.gap <= 1e-8 else f"at most {self.gap:.1%} above the best"
+        best = "the best" if self.gap <= 1e-6 else f"at most {self.gap:.1%} above the best"
         found = [f"one {what} of {self.schedule} takes {seconds(self.seconds)}: {best} of {self.how}"]
         for name, other in (("one device", self.one_device), ("data parallelism", self.data_parallel)):
             takes = "not enough memory" if other is None else f"{seconds(other)}, {_compared(other, self.seconds)}"
