@@ -17,7 +17,7 @@ from hypothesis import settings
 torch.set_num_threads(1)
 
 # A compile takes seconds, so no example has a deadline. `--hypothesis-profile=full` looks further, and at random.
-settings.register_profile("stable", derandomize=True, deadline=None, database=None)
+settings.register_profile("stable", max_examples=50, derandomize=True, deadline=None, database=None)
 settings.register_profile("full", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile("stable")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy
@@ -14,7 +15,8 @@ from pdcompiler.core.machine import Level, Machine
 from pdcompiler.core.plan import SCHEDULE_KINDS, Plan, PlannedStage, Training
 from pdcompiler.core.workload import Value, Workload, in_order
 from pdcompiler.passes.partition.evaluate import evaluate
-from pdcompiler.planner import Found, plan
+from pdcompiler.planner import plan, straight_plan
+from pdcompiler.search import Found
 from pdcompiler.testing import machines, trainings, workloads
 from tests.planning import best_by_force
 
@@ -67,6 +69,32 @@ def test_it_is_as_good_as_brute_force(schedule: str, kinds: int, data: st.DataOb
 @given(data=st.data())
 def test_it_is_as_good_as_brute_force_on_many(schedule: str, kinds: int, data: st.DataObject) -> None:
     assert_best(*data.draw(problems(schedule, kinds, layers=5)))
+
+
+@settings(max_examples=60)
+@given(workloads(most_layers=6), machines(), trainings())
+def test_one_stage_a_rank_is_as_good_as_brute_force(workload: Workload, machine: Machine, training: Training) -> None:
+    """In the workload's own order, every device with a stage, as `compile` runs it."""
+    devices, layers = machine.world_size, workload.layers
+    if layers < devices:
+        with pytest.raises(CompileError, match=rf"^{devices} ranks asked for, but the model can be cut in at most {layers}"):
+            straight_plan(workload, machine, training)
+        return
+    variants = (False, True) if training.recompute else (False,)
+    least = numpy.inf
+    for cuts in itertools.combinations(range(1, layers), devices - 1):
+        parts = [tuple(range(a, b)) for a, b in itertools.pairwise((0, *cuts, layers))]
+        for again in itertools.product(variants, repeat=devices):
+            stages = tuple(PlannedStage(part, 1, recompute) for part, recompute in zip(parts, again, strict=True))
+            judged = evaluate(Plan(stages), workload, machine, training)
+            least = min(least, judged.seconds if judged.fits else numpy.inf)
+    if least == numpy.inf:
+        with pytest.raises(CompileError, match="no plan needs less"):
+            straight_plan(workload, machine, training)
+        return
+    best = straight_plan(workload, machine, training)
+    assert best.evaluation.seconds == pytest.approx(least, rel=NEAR, abs=1e-12) and best.proven
+    assert [stage.replicas for stage in best.plan.stages] == [1] * devices
 
 
 PROBLEMS = st.tuples(workloads(), machines(), trainings())
