@@ -32,6 +32,7 @@ demo: $(STAMP)
 # $(1): more of a marker expression; $(2): more options. Process groups get the machine to themselves.
 # pytest exits 5 when it selects no test; that passes only for process tests, and only until tests/processes exists.
 define run_tests
+	$(TEST_ENVIRONMENT) $(BIN)/python tests/compile_loops.py
 	$(TEST_ENVIRONMENT) $(BIN)/pytest -q -n 2 -m "not processes$(1)" $(2)
 	$(TEST_ENVIRONMENT) $(BIN)/pytest -q -p no:xdist -m "processes$(1)" $(2) || { code=$$?; \
 	[ $$code -eq 5 ] && [ ! -d tests/processes ] && echo "there are no process tests yet" || exit $$code; }
