@@ -86,7 +86,7 @@ def seconds_of(problem: StraightProblem, **options: Any) -> float:
 
 
 @given(problems())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_equal_to_trying_all(problem: StraightProblem) -> None:
     expected = best_by_force(problem)
     if expected == inf:

@@ -56,7 +56,7 @@ def problems(schedule: str, kinds: int, layers: int = 4) -> st.SearchStrategy[tu
 
 @pytest.mark.parametrize("kinds", [1, 2])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_it_is_as_good_as_brute_force(schedule: str, kinds: int, data: st.DataObject) -> None:
     assert_best(*data.draw(problems(schedule, kinds)))

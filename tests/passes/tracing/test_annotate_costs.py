@@ -18,7 +18,7 @@ from tests.models import ZOO
 
 FLOAT = 4
 COUNTED = ("product", "convolution", "attention")
-SLOW_TO_TRACE = ("t5", "whisper", "mixtral", "gnmt", "llama", "awd_lm", "bert", "vit", "gpt2", "resnet")
+SLOW_TO_TRACE = ("t5", "whisper", "mixtral", "gnmt", "llama", "awd_lm", "bert", "vit", "gpt2", "resnet", "unet", "vgg16")
 
 
 class Attention(nn.Module):
