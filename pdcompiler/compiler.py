@@ -23,7 +23,7 @@ from pdcompiler.core.errors import CompileError
 from pdcompiler.core.ir import Program, RankProgram, Staged, Step, Trace
 from pdcompiler.core.loss import LossFunction
 from pdcompiler.core.machine import Machine
-from pdcompiler.core.partition import Partition
+from pdcompiler.core.partition import Partition, Problem
 from pdcompiler.core.pass_manager import Watch, run_passes
 from pdcompiler.core.plan import Training
 from pdcompiler.core.schedule import Schedule
@@ -47,6 +47,7 @@ from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
 from pdcompiler.passes.tracing.trace import capture_joint
 from pdcompiler.planner import explain, judge, plan_in_order, straight_plan
+from pdcompiler.search import Found
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,7 @@ def choose_partition(request: Request, trace: Trace, rows: int) -> Partition:
     else:
         chosen = plan_of_cuts(problem, cuts_at_modules(problem, request.partition))
         found = judge(chosen, problem.workload, machine, request.training)
-    partition = make_partition(trace, problem, cuts_of(problem, found.plan), fingerprint(request.model))
-    partition = with_costs(partition, problem.workload, found.plan, found.evaluation)
-    return replace(partition, explanation=explain(found, problem.workload, machine, request.training))
+    return explained(request.model, trace, problem, found, machine, request.training)
 
 
 def plan_partition(request: Request, trace: Trace, microbatch_rows: Sequence[int], batch_rows: int) -> Partition:
@@ -107,7 +106,12 @@ def plan_partition(request: Request, trace: Trace, microbatch_rows: Sequence[int
         assert refusal is not None
         raise refusal
     problem, found, training = best
-    partition = make_partition(trace, problem, cuts_of(problem, found.plan), fingerprint(request.model))
+    return explained(request.model, trace, problem, found, machine, training)
+
+
+def explained(model: nn.Module, trace: Trace, problem: Problem, found: Found, machine: Machine, training: Training) -> Partition:
+    """A found plan as a Partition, with what it costs and why it is so."""
+    partition = make_partition(trace, problem, cuts_of(problem, found.plan), fingerprint(model))
     partition = with_costs(partition, problem.workload, found.plan, found.evaluation)
     return replace(partition, explanation=explain(found, problem.workload, machine, training))
 
