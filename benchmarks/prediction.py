@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import is_rank, run_on_ranks, seconds_of
 from rich.console import Console
 from rich.table import Table
 from small_models import CASES, MICROBATCHES, Case
@@ -141,16 +141,6 @@ def predict(pipe: pdcompiler.Pipeline, machine: Machine, forward: list[float], b
     )  # fmt: skip
 
 
-def seconds_of(step: Callable[[], Any]) -> float:
-    """From a common start until the slowest rank is done."""
-    dist.barrier()
-    start = time.perf_counter()
-    step()
-    taken = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return taken.item()
-
-
 @dataclass(frozen=True)
 class Row:
     """One line of the table, in seconds."""
@@ -245,13 +235,11 @@ def launch(arguments: Sequence[str], machine: str | None) -> int:
         if machine is None:
             machine = str(Path(folder) / "machine.toml")
             Machine.measure(progress=lambda what: print(f"measuring {what}", file=sys.stderr)).save(machine)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run([*command, *arguments, "--machine", machine], env=environment).returncode
+        return run_on_ranks(__file__, RANKS, [*arguments, "--machine", machine])
 
 
 if __name__ == "__main__":
     given = parse(sys.argv[1:])
-    if "RANK" in os.environ:
+    if is_rank():
         sys.exit(main(Machine.load(given.machine), given.steps, given.costs, given.check))
     sys.exit(launch(sys.argv[1:], given.machine))

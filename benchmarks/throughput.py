@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -28,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt import VOCABULARY, Gpt, token_loss
+from ranks import is_rank, run_on_ranks, seconds_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -112,16 +111,6 @@ def assert_equal_gradients(contestants: Iterable[Contestant], reference: Contest
 def name_of(size: Size) -> str:
     """As on the command line."""
     return ",".join(map(str, size))
-
-
-def seconds_of(run: Step) -> float:
-    """From a common start until the slowest rank is done."""
-    dist.barrier()
-    start = time.perf_counter()
-    run()
-    taken = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return taken.item()
 
 
 def measure(size: Size, pairs: int) -> dict[str, list[float]]:
@@ -227,8 +216,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 if __name__ == "__main__":
     given = parse(sys.argv[1:])
-    if "RANK" in os.environ:
+    if is_rank():
         sys.exit(main(given.size, given.pairs, given.check))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    sys.exit(subprocess.run([*launch, *sys.argv[1:]], env=environment).returncode)
+    sys.exit(run_on_ranks(__file__, RANKS, sys.argv[1:]))
