@@ -150,7 +150,7 @@ def quantity(value: Any, units: dict[str, float], where: str) -> Any:
         wanted = f'"{float(match[1]) / 8:g} {prefix}B{"/s" if bits[2] else ""}"'
         raise CompileError(f'{where}: "{value}" is in bits', ways_out=(f"{wanted}, the same in bytes",))
     if match is None or match[2] not in units:
-        some = f"a number and one of {', '.join(units)}"
+        some = f"a number and one of {', '.join(filter(None, units))}"
         raise CompileError(f'{where}: "{value}" has no unit that is known here', ways_out=(some,))
     return float(Decimal(match[1]) * Decimal(repr(units[match[2]])))  # so that "5 us" is 5e-6 to the last digit
 
@@ -160,6 +160,13 @@ def parse_bytes(text: str, where: str) -> float:
     nbytes = quantity(text, BYTES, where)
     check_number(nbytes, where, above_zero=True)
     return float(nbytes)
+
+
+def parse_bandwidth(text: str, where: str) -> float:
+    """"12 GB/s" or "1e9" as a number of bytes per second, above 0."""
+    bandwidth = quantity(text, {**BYTES_PER_SECOND, "": 1.0}, where)
+    check_number(bandwidth, where, above_zero=True)
+    return float(bandwidth)
 
 
 def to_toml(machine: Machine) -> str:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +25,9 @@ from torch import fx
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.flops import kind_of
 from pdcompiler.core.ir import Trace, is_backward, module_of, type_of
+
+LISTED = 8
+"""Modules in a profile's table."""
 
 Key: TypeAlias = tuple[str, bool, str, int]
 
@@ -74,6 +78,19 @@ class Profile:
         """By how much the operations, each with a clock of its own, took longer than the whole: 0.05 is 5 %."""
         return self.clocked_seconds / self.seconds - 1 if self.seconds else 0.0
 
+    def __str__(self) -> str:
+        """The whole, then two tables: what modules took the longest, and all kinds of operations."""
+        forward, backward = self.forward_seconds * 1e3, self.backward_seconds * 1e3
+        longer = f"{abs(self.residual):.1%} {'longer' if self.residual >= 0 else 'less long'}"
+        modules, kinds = ([(getattr(o, name), o) for o in self.operations] for name in ("module", "kind"))
+        lines = [
+            f"{self.device}, {self.rows} rows, {self.dtype}: forward {forward:.3f} ms, backward {backward:.3f} ms",
+            f"with a clock at each operation it took {longer}, which is scaled away",
+            *_slowest("slowest modules", modules, LISTED),
+            *_slowest("kinds of operations", kinds, len(kinds)),
+        ]
+        return "\n".join(lines)
+
     def to_json(self) -> str:
         """The inverse of `from_json`; one line per operation."""
         head = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "operations"}
@@ -105,22 +122,49 @@ class Profile:
     def load(path: str | Path) -> Profile:
         """Read it from JSON. Raises CompileError where there is no such file, or where it is no profile."""
         try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise CompileError(f"the profile's file {path} can't be read: {error.strerror}") from error
-        return Profile.from_json(text)
+            text = Path(path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise CompileError(f"the profile's file {path} can't be read: {reason}") from error
+        try:
+            return Profile.from_json(text)
+        except CompileError as error:
+            raise CompileError(f"{path}: {error}") from error
 
-    def check(self, model: str, trace: Trace) -> None:
-        """Raise CompileError unless it is of this model (by its fingerprint), in this trace's dtype."""
+    def check_model(self, model: str) -> None:
+        """Raise CompileError unless it is of this model, by its fingerprint."""
         if self.model != model:
             raise CompileError(
                 f"the profile is of another model: its parameters' names and shapes give {self.model!r}, this one's {model!r}",
                 ways_out=("measure this model",),
             )
+
+    def check(self, model: str, trace: Trace) -> None:
+        """Raise CompileError unless it is of this model (by its fingerprint), in this trace's dtype."""
+        self.check_model(model)
         if self.dtype != (dtype := dtype_of(trace)):
             raise CompileError(
                 f"the profile was measured in {self.dtype}, the model is in {dtype}", ways_out=("measure it in its dtype",)
             )
+
+
+def _slowest(title: str, named: Iterable[tuple[str, Measured]], most: int) -> list[str]:
+    """A table of the groups of operations that took the longest in all."""
+    counts: Counter[str] = Counter()
+    sides: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name, operation in named:
+        name = name or "(the model's own forward)"
+        counts[name] += 1
+        sides[name][operation.backward] += operation.seconds
+    slowest = sorted(sides, key=lambda name: -sum(sides[name]))[:most]
+    width = max(len(title), *map(len, slowest), 0)
+    whole = sum(map(sum, sides.values())) or 1.0
+    lines = [f"{title:{width}} {'count':>6} {'forward ms':>11} {'backward ms':>12} {'share':>6}"]
+    for name in slowest:
+        forward, backward = sides[name]
+        share = (forward + backward) / whole
+        lines.append(f"{name:{width}} {counts[name]:6} {forward * 1e3:11.3f} {backward * 1e3:12.3f} {share:6.1%}")
+    return lines
 
 
 def measured_nodes(trace: Trace) -> dict[fx.Node, Key]:

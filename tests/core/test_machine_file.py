@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdcompiler import CompileError, Machine
 from pdcompiler.core.machine import Device, Level
-from pdcompiler.core.machine_file import ANY, from_toml
+from pdcompiler.core.machine_file import ANY, from_toml, parse_bandwidth
 from pdcompiler.core.machines import READY
 
 TEXT = """\
@@ -180,3 +180,23 @@ def test_no_such_machine() -> None:
         "the machine's file pipedream can't be read: No such file or directory\n"
         "  try: a ready machine: laptop, pipedream-a, pipedream-b, pipedream-c, h100-servers"
     )
+
+
+def test_a_bandwidth_alone() -> None:
+    assert [parse_bandwidth(text, "--low") for text in ("3.125e9", "3.125 GB/s", "3125MB/s", "1GiB/s")] == [*[3.125e9] * 3, 2.0**30]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("25Gbit/s", '--low: "25Gbit/s" is in bits\n  try: "3.125 GB/s", the same in bytes'),
+        ("25GB", '--low: "25GB" has no unit that is known here\n  try: a number and one of B/s, kB/s, '),
+        ("fast", '--low: "fast" has no unit that is known here'),
+        ("0", "--low must be above 0, is 0.0"),
+        ("-1e9", "--low must be above 0, is -1000000000.0"),
+    ],
+)
+def test_what_is_no_bandwidth(text: str, message: str) -> None:
+    with pytest.raises(CompileError) as caught:
+        parse_bandwidth(text, "--low")
+    assert str(caught.value).startswith(message)

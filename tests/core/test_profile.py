@@ -31,6 +31,23 @@ def test_the_residual_is_what_the_clocks_took_longer_than_the_whole() -> None:
     assert replace(PROFILE, forward_seconds=0.0, backward_seconds=0.0).residual == 0.0
 
 
+def test_it_is_shown_with_the_slowest_modules_and_kinds() -> None:
+    assert str(PROFILE).splitlines() == [
+        "cpu x86_64, 8 rows, float32: forward 2.000 ms, backward 1.000 ms",
+        "with a clock at each operation it took 10.0% longer, which is scaled away",
+        "slowest modules            count  forward ms  backward ms  share",
+        "first                          1       2.000        0.000  66.7%",
+        "(the model's own forward)      1       0.000        1.000  33.3%",
+        "kinds of operations  count  forward ms  backward ms  share",
+        "product                  1       2.000        0.000  66.7%",
+        "view                     1       0.000        1.000  33.3%",
+    ]
+    layers = tuple(replace(MM, module=f"layers.{k}", seconds=k) for k in range(20))
+    lines = str(replace(PROFILE, operations=layers, clocked_seconds=0.0)).splitlines()
+    assert len(lines) == 2 + 1 + 8 + 1 + 1 and lines[3].startswith("layers.19 ") and "100.0% less long" in lines[1]
+    assert len(str(replace(PROFILE, operations=())).splitlines()) == 4
+
+
 def without(field: str) -> Callable[[dict[str, Any]], Any]:
     return lambda data: data.pop(field)
 
@@ -64,6 +81,15 @@ def test_a_text_that_is_something_else(text: str) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match="can't be read: No such file"):
         Profile.load(tmp_path / "profile.json")
+
+
+def test_files_that_are_no_profiles_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(CompileError, match=r"a\.json: the text is no profile: KeyError: 'operations'"):
+        Profile.load(tmp_path / "a.json")
+    (tmp_path / "b.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(CompileError, match="can't be read: it is not UTF-8"):
+        Profile.load(tmp_path / "b.json")
 
 
 def test_operations_are_known_in_every_trace_of_a_model() -> None:
