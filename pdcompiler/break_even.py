@@ -6,17 +6,23 @@
     2.169e+09    1e+11        15-1                     0.0473604 to 0.0424401
 
 A plan is kept as long as none is better, so plans that tie make no rows. Looked at are some bandwidths, evenly spaced on a
-logarithmic scale; between two of which the first's plan is no longer the best at the second, bisection finds where it ends. Not
-here: how the best plan at one bandwidth is found (`planner.py`).
+logarithmic scale; between two of which the first's plan is no longer the best at the second, bisection finds where it ends. Of a
+machine with several levels, the outermost one's bandwidth is varied. Not here: how the best plan at one bandwidth is found
+(`planner.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.plan import Plan
+from pdcompiler.core.machine import Machine
+from pdcompiler.core.plan import Plan, Training
+from pdcompiler.core.workload import Workload
+from pdcompiler.passes.partition.evaluate import evaluate
+from pdcompiler.planner import plan
 from pdcompiler.search import Found
 
 SAME = 1e-6
@@ -43,8 +49,7 @@ def break_even(
     """The ranges between two bandwidths, in order. best: the best plan at a bandwidth.   seconds: what a plan takes at one.
     close: how exactly the ends of ranges are found, relative.   worth: a plan is kept as long as none is faster by more than this
     part; 0.01 leaves out plans that hardly matter. Raises CompileError where the bandwidths are none."""
-    if not 0 < low < high:
-        raise CompileError(f"the bandwidths go from {low} to {high} bytes per second, expected 0 < from < to")
+    check_bandwidths(low, high)
 
     def is_as_good(kept: Found, other: Found, bandwidth: float) -> bool:
         return seconds(kept.plan, bandwidth) <= other.evaluation.seconds * (1 + worth)
@@ -62,6 +67,36 @@ def break_even(
                 break
     ranges.append(_range(found, start, high, seconds))
     return _joined(ranges)
+
+
+def check_bandwidths(low: float, high: float) -> None:
+    """Raise CompileError unless one can go from one to the other."""
+    if not 0 < low < high < inf:
+        raise CompileError(f"the bandwidths go from {low:g} to {high:g} bytes per second, expected 0 < from < to")
+
+
+def break_even_of_machine(
+    workload: Workload, machine: Machine, training: Training, low: float, high: float, *,
+    in_order: bool = False, worth: float = SAME, watch: Callable[[float], None] | None = None,
+) -> tuple[BestRange, ...]:  # fmt: skip
+    """The ranges of a workload's plans on a machine, were the bandwidth of its outermost level another. in_order: as in `plan`.
+    watch: told each bandwidth before it is planned for."""
+
+    def best(bandwidth: float) -> Found:
+        if watch is not None:
+            watch(bandwidth)
+        return plan(workload, with_bandwidth(machine, bandwidth), training, in_order=in_order)
+
+    def seconds(chosen: Plan, bandwidth: float) -> float:
+        return evaluate(chosen, workload, with_bandwidth(machine, bandwidth), training).seconds
+
+    return break_even(best, seconds, low, high, worth=worth)
+
+
+def with_bandwidth(machine: Machine, bandwidth: float) -> Machine:
+    """The machine with another bandwidth of its outermost level, in bytes per second."""
+    outermost = replace(machine.levels[-1], bytes_per_second=bandwidth)
+    return replace(machine, levels=(*machine.levels[:-1], outermost))
 
 
 def as_text(ranges: Sequence[BestRange]) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 
+import numpy
 import pytest
 
-from pdcompiler.break_even import BestRange, as_text, break_even
+from pdcompiler.break_even import BestRange, as_text, break_even, break_even_of_machine, with_bandwidth
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.graph_txt import Graph
-from pdcompiler.core.machine import Device, Machine
+from pdcompiler.core.machine import Device, Level, Machine
 from pdcompiler.core.plan import Evaluation, Plan, PlannedStage, Training
+from pdcompiler.core.workload import Value, Workload
 from pdcompiler.passes.partition.evaluate import evaluate
-from pdcompiler.planner import plan
 from pdcompiler.search import Found
 
 PROFILE = Path(__file__).parents[2] / "shared" / "data" / "pipedream_profiles" / "vgg16.txt"
@@ -78,26 +80,35 @@ def test_as_text() -> None:
     ]
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-1.0, 1.0), (2.0, 1.0), (1.0, 1.0), (float("nan"), 1.0)])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-1.0, 1.0), (2.0, 1.0), (1.0, 1.0), (float("nan"), 1.0), (1.0, inf)])
 def test_bandwidths_that_are_none(low: float, high: float) -> None:
     with pytest.raises(CompileError, match="expected 0 < from < to"):
         break_even(best, seconds, low, high)
 
 
+def test_the_outermost_levels_bandwidth_is_varied() -> None:
+    """Two equal layers on two devices: cut in two, 1 MB each way takes 2 s at 1 MB/s, as long as one layer more."""
+    two = numpy.array([[1.0, 1.0]])
+    workload = Workload(("a", "b"), two, two, numpy.array([1e12, 1e12]), numpy.zeros(2), numpy.zeros(2), (Value(0, (1,), 1e6),))
+    levels = Level("inner", 1, 1e12, 0.0), Level("outer", 2, 5.0, 0.0)
+    machine = Machine("m", levels, ((Device("d", 1.0, 1.0, 1e15), None),), overlap=True)
+    assert [level.bytes_per_second for level in with_bandwidth(machine, 7.0).levels] == [1e12, 7.0]
+    told: list[float] = []
+    ranges = break_even_of_machine(workload, machine, Training("pipedream"), 1e4, 1e8, watch=told.append)
+    assert [str(own.plan) for own in ranges] == ["1", "1-1"]
+    assert ranges[0].high == pytest.approx(0.5e6, rel=0.01) and ranges[1].seconds_at_high == 2.0
+    assert told[0] == 1e4 and 1e8 in told
+
+
 @pytest.mark.skipif(not PROFILE.exists(), reason=f"there is no {PROFILE}")
 def test_vgg16_on_16_devices_has_the_papers_plan_at_25_gigabits_per_second() -> None:
     workload, training = Graph.load(PROFILE).to_workload(), Training("pipedream", optimizer_bytes=0.0, reduce_factor=4.0)
-
-    def machine(bandwidth: float) -> Machine:
-        device = Device("V100", 1.0, 1.0, 1e15)
-        return Machine.flat(16, bytes_per_second=bandwidth, latency_seconds=0.0, device=device, overlap=True)
-
-    def taken(chosen: Plan, bandwidth: float) -> float:
-        return evaluate(chosen, workload, machine(bandwidth), training).seconds
-
-    ranges = break_even(lambda bandwidth: plan(workload, machine(bandwidth), training), taken, 1e9, 1e10, worth=1e-3)
+    device = Device("V100", 1.0, 1.0, 1e15)
+    machine = Machine.flat(16, bytes_per_second=3.125e9, latency_seconds=0.0, device=device, overlap=True)
+    ranges = break_even_of_machine(workload, machine, training, 1e9, 1e10, worth=1e-3)
     (own,) = [own for own in ranges if own.low <= 3.125e9 < own.high]
     assert str(own.plan) == "15-1"
     assert own.low == pytest.approx(2.15e9, rel=0.01) and own.high == pytest.approx(9.6e9, rel=0.03)
-    assert taken(own.plan, 3.125e9) == pytest.approx(45.525e-3, rel=1e-4)  # what PipeDream's optimizer says of its 15-1
+    seconds = evaluate(own.plan, workload, machine, training).seconds
+    assert seconds == pytest.approx(45.525e-3, rel=1e-4)  # what PipeDream's optimizer says of its 15-1
     assert str(ranges[0].plan) == "13-2-1"  # and of 10 Gbit/s

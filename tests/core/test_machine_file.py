@@ -183,7 +183,8 @@ def test_no_such_machine() -> None:
 
 
 def test_a_bandwidth_alone() -> None:
-    assert [parse_bandwidth(text, "--low") for text in ("3.125e9", "3.125 GB/s", "3125MB/s", "1GiB/s")] == [*[3.125e9] * 3, 2.0**30]
+    for text in ("3.125e9", "3.125 GB/s", "3125MB/s"):
+        assert parse_bandwidth(text, "--low") == 3.125e9
 
 
 @pytest.mark.parametrize(
