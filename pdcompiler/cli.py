@@ -1,32 +1,52 @@
-"""The command `pdcompiler`: plans on a laptop for machines that are elsewhere. Its arguments, progress and printing; no planning.
+"""The command `pdcompiler`: plans on a laptop for machines that are elsewhere. Its arguments and printing; no planning.
 
     pdcompiler plan models:llama --world-size 64 --machine h100-servers --microbatches 32 --json plan.json
+
+Here stand `plan` and `break-even`; `profile` and `fit` in `commands/costs.py`.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from dataclasses import replace
+from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypeAlias
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from torch import nn
 
-from pdcompiler.compiler import Request, plan_partition, trace_model
-from pdcompiler.core.batch import read_batch
+from pdcompiler.break_even import as_text, break_even_of_machine, check_bandwidths
+from pdcompiler.commands.costs import FIT_EXAMPLE, PROFILE_EXAMPLE, fit_device, profile_model
+from pdcompiler.commands.model import MODEL, load, read_example
+from pdcompiler.commands.terminal import Say, check_outputs, told, waiting
+from pdcompiler.compiler import Request, fingerprint, plan_partition, trace_model
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.machine import Machine
-from pdcompiler.core.machine_file import parse_bytes
+from pdcompiler.core.graph_txt import Graph
+from pdcompiler.core.ir import Trace
+from pdcompiler.core.machine import Device, Machine
+from pdcompiler.core.machine_file import parse_bandwidth, parse_bytes
 from pdcompiler.core.partition import Partition
 from pdcompiler.core.plan import Training
+from pdcompiler.core.profile import Profile
+from pdcompiler.core.workload import Workload
+from pdcompiler.passes.partition.problem import make_problem
+from pdcompiler.passes.tracing.fit import fit
+from pdcompiler.passes.tracing.profile import apply_profile
+from pdcompiler.planner import plan_in_order
 from pdcompiler.traces import Traces
 
+PLAN_EXAMPLE = "Example: pdcompiler plan models:llama --world-size 64 --machine h100-servers --microbatches 32 --json plan.json"
+BREAK_EVEN_EXAMPLE = "Example: pdcompiler break-even vgg16/graph.txt --world-size 16 --low 1e8 --high 100GB/s --reduce-factor 4"
+WORTH = 0.01
+"""In a table of bandwidths, a plan is kept until another is faster by this part."""
+
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
+
+WorldSize: TypeAlias = Annotated[int, typer.Option(help="ranks, one device each")]
+Memory: TypeAlias = Annotated[str | None, typer.Option(help="of each device, instead of the machine's: 16GiB")]
+OptimizerBytes: TypeAlias = Annotated[float, typer.Option(help="bytes of optimizer state per byte of parameters: Adam 2")]
+Schedule: TypeAlias = Annotated[str, typer.Option(help="1f1b, gpipe, pipedream or pipedream-2bw")]
+Bandwidths: TypeAlias = tuple[float, float]
 
 
 @app.callback()
@@ -34,51 +54,103 @@ def main() -> None:
     """Pipeline-parallel training programs, compiled from PyTorch models."""
 
 
-@app.command()
+@app.command(epilog=PLAN_EXAMPLE)
 def plan(
-    model: Annotated[str, typer.Argument(help="module:function; the function returns (model, example keyword arguments)")],
-    world_size: Annotated[int, typer.Option(help="ranks, one device each")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    world_size: WorldSize,
     machine: Annotated[str, typer.Option(help="a ready machine's name, or a TOML file")] = "laptop",
-    memory: Annotated[str | None, typer.Option(help="of each device, instead of the machine's: 16GiB")] = None,
+    memory: Memory = None,
     microbatches: Annotated[int | None, typer.Option(help="of a step; left out, the planner chooses")] = None,
-    schedule: Annotated[str, typer.Option(help="1f1b, gpipe, pipedream or pipedream-2bw")] = "1f1b",
-    optimizer_bytes: Annotated[float, typer.Option(help="bytes of optimizer state per byte of parameters: Adam 2")] = 2.0,
+    schedule: Schedule = "1f1b",
+    optimizer_bytes: OptimizerBytes = 2.0,
     recompute: Annotated[bool, typer.Option(help="let stages recompute their forward, where memory binds")] = False,
+    profile: Annotated[Path | None, typer.Option(help="measured costs of this model, from pdcompiler profile")] = None,
+    break_even: Annotated[
+        tuple[str, str] | None, typer.Option(help="also a table of the best plans between two bandwidths: 1e9 100GB/s")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="write the partition here; compile(partition=) reads it")] = None,
 ) -> None:
     """Find the best partition of a model for a machine, and say why it is the best.
 
-    The model may live on the meta device, so this runs on a laptop: pdcompiler plan models:llama --world-size 64 --machine
-    h100-servers
+    The model may live on the meta device, so this runs on a laptop. Bandwidths are bytes per second, of the outermost level
+    that joins the ranks.
     """
-    try:
+    with told():
+        check_outputs(json)
+        bandwidths = None if break_even is None else _bandwidths("--break-even", *break_even)
         training = Training(schedule, microbatches or 1, optimizer_bytes, recompute=recompute)
-        found = _plan(model, world_size, _machine(machine, memory), training, microbatches)
-    except CompileError as error:
-        Console(stderr=True, highlight=False).print(f"CompileError: {error}", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+        measured = None if profile is None else Profile.load(profile)
+        found, table = _plan(model, world_size, _machine(machine, memory), training, microbatches, measured, bandwidths)
     print(found)
+    if measured is not None:
+        print(f"costs: measured on {measured.device} with microbatches of {measured.rows} rows")
+    if table:
+        print(f"\n{table}")
     if json is not None:
         found.save(json)
 
 
-def _plan(name: str, world_size: int, machine: Machine, training: Training, microbatches: int | None) -> Partition:
-    machine.take(world_size)  # refuses what it has not, before the model is made
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("making the model")
+@app.command("break-even", epilog=BREAK_EVEN_EXAMPLE)
+def break_even_table(
+    source: Annotated[str, typer.Argument(help=f"a PipeDream profile (graph.txt), or {MODEL}")],
+    world_size: WorldSize,
+    low: Annotated[str, typer.Option(help="the least bandwidth, in bytes per second: 1e8 or 100MB/s")],
+    high: Annotated[str, typer.Option(help="the largest")],
+    machine: Annotated[str | None, typer.Option(help="left out, a graph.txt's devices are linked alike, without latency")] = None,
+    memory: Memory = None,
+    microbatches: Annotated[int | None, typer.Option(help="of a step; left out, 8, or a model's best")] = None,
+    schedule: Schedule = "pipedream",
+    optimizer_bytes: OptimizerBytes = 2.0,
+    reduce_factor: Annotated[float, typer.Option(help="what an all-reduce moves: a ring 2, PipeDream counts 4")] = 2.0,
+) -> None:
+    """Between which bandwidths which plan is the best: where it begins to pay to replicate more, or less.
+
+    The bandwidth of the machine's outermost level is varied. A plan is kept until another is 1 % faster.
+    """
+    with told():
+        bandwidths = _bandwidths("--low and --high", low, high)
+        if source.endswith(".txt"):
+            counted = Training().microbatches if microbatches is None else microbatches
+            training = Training(schedule, counted, optimizer_bytes, reduce_factor=reduce_factor)
+            chosen = _linked_alike() if machine is None else Machine.load(machine)
+            chosen = _one_kind(_with_memory(chosen, memory).take(world_size), source)
+            with waiting("planning") as say:
+                table = _table(Graph.load(source).to_workload(), chosen, training, bandwidths, say)
+        else:
+            training = Training(schedule, microbatches or 1, optimizer_bytes, reduce_factor=reduce_factor)
+            _, table = _plan(source, world_size, _machine(machine or "laptop", memory), training, microbatches, None, bandwidths)
+    print(table)
+
+
+app.command("profile", epilog=PROFILE_EXAMPLE)(profile_model)
+app.command("fit", epilog=FIT_EXAMPLE)(fit_device)
+
+
+def _plan(
+    name: str, world_size: int, machine: Machine, training: Training, microbatches: int | None,
+    profile: Profile | None = None, bandwidths: Bandwidths | None = None,
+) -> tuple[Partition, str]:  # fmt: skip
+    """The partition; and the table of bandwidths, where two are given."""
+    taken = machine.take(world_size)  # refuses what it has not, before the model is made
+    if profile is not None:
+        _one_kind(taken, "the profile")
+    with waiting("making the model") as say:
         module, kwargs = load(name)
-        batch = read_batch(module, (), {name: off_meta(value) for name, value in kwargs.items()}, None, None)
+        if profile is not None:
+            profile.check_model(fingerprint(module))
+        batch = read_example(module, kwargs, None)
         request = Request(module, world_size, None, machine, None, False, torch.device("cpu"), None, training)
         rows = sorted({-(-batch.rows // count) for count in microbatch_counts(batch.rows, microbatches)})
-        progress.update(task, description="tracing")
+        say("tracing")
         if len(rows) == 1:  # a trace for one number of rows is made in a third of the time
             trace = trace_model(request, batch, rows=rows[0], symbolic=False, gradients=True)
         else:
             trace = Traces(request).trace(batch, rows[-1], gradients=True)
-        progress.update(task, description="planning")
-        return plan_partition(request, trace, [n for n in rows if trace.admits(n)] or rows[-1:], batch.rows)
+        if profile is not None:
+            apply_profile(trace, profile=profile, device=fit([profile]).device(), fingerprint=fingerprint(module))
+        say("planning")
+        found = plan_partition(request, trace, [n for n in rows if trace.admits(n)] or rows[-1:], batch.rows)
+        return found, "" if bandwidths is None else _table_of_trace(trace, found, taken, training, bandwidths, say)
 
 
 def microbatch_counts(rows: int, asked: int | None) -> list[int]:
@@ -90,33 +162,53 @@ def microbatch_counts(rows: int, asked: int | None) -> list[int]:
     return [asked]
 
 
-def load(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The model and the example batch that the user's function returns."""
-    path, _, function = name.partition(":")
-    sys.path.insert(0, "")
-    try:
-        made = getattr(importlib.import_module(path), function)()
-        model, kwargs = made
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+def _table_of_trace(
+    trace: Trace, found: Partition, machine: Machine, training: Training, bandwidths: Bandwidths, say: Say
+) -> str:  # fmt: skip
+    """At the rows and microbatches of a found partition."""
+    why = found.explanation
+    assert why is not None
+    training = replace(training, microbatches=why.microbatches)
+    problem, _ = plan_in_order(make_problem(trace, machine, why.rows), machine, training)
+    return _table(problem.workload, machine, training, bandwidths, say, in_order=True)
+
+
+def _table(
+    workload: Workload, machine: Machine, training: Training, bandwidths: Bandwidths, say: Say, *, in_order: bool = False
+) -> str:  # fmt: skip
+    ranges = break_even_of_machine(
+        workload, machine, training, *bandwidths, in_order=in_order, worth=WORTH,
+        watch=lambda bandwidth: say(f"planning for {bandwidth:.3g} bytes per second"),
+    )  # fmt: skip
+    head = f"best plans by the bandwidth of level {machine.levels[-1].name!r} of machine {machine.name!r}, in bytes per second"
+    return f"{head}\n{as_text(ranges)}"
+
+
+def _bandwidths(where: str, low: str, high: str) -> Bandwidths:
+    both = parse_bandwidth(low, where), parse_bandwidth(high, where)
+    check_bandwidths(*both)
+    return both
+
+
+def _linked_alike() -> Machine:
+    """Devices of which nothing is known: all their times stand in a profile."""
+    return Machine.flat(latency_seconds=0.0, device=Device("device", inf, inf, inf), overlap=True)
+
+
+def _one_kind(machine: Machine, what: str) -> Machine:
+    if len(machine.devices) > 1:
         raise CompileError(
-            f"{name!r} gives no model: {type(error).__name__}: {error}",
-            ways_out=("module:function, where function() returns (model, {argument: tensor})",),
-        ) from error
-    finally:
-        sys.path.pop(0)
-    if not isinstance(model, nn.Module) or not isinstance(kwargs, dict):
-        raise CompileError(f"{name!r} returns {type(model).__name__} and {type(kwargs).__name__}, expected a model and a dict")
-    return model, kwargs
-
-
-def off_meta(value: Any) -> Any:
-    """A tensor on the meta device as zeros on the CPU, where the model is traced as if it were."""
-    is_meta = isinstance(value, torch.Tensor) and value.is_meta
-    return torch.zeros(value.shape, dtype=value.dtype) if is_meta else value
+            f"{what} has the costs of one kind of device, machine {machine.name!r} has {len(machine.devices)} kinds",
+            ways_out=("a machine with one kind of device",),
+        )
+    return machine
 
 
 def _machine(name: str, memory: str | None) -> Machine:
-    machine = Machine.load(name)
+    return _with_memory(Machine.load(name), memory)
+
+
+def _with_memory(machine: Machine, memory: str | None) -> Machine:
     if memory is None:
         return machine
     nbytes = parse_bytes(memory, "--memory")

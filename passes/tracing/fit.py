@@ -89,7 +89,7 @@ def fit(profiles: Sequence[Profile]) -> DeviceFit:
         found, _residual = nnls(matrix / scale * weights[:, None], seconds * weights)
         fitted = matrix / scale @ found
     costs = found / scale * (seconds.sum() / fitted.sum())
-    rates = [1 / cost if cost > 0 else math.inf for cost in costs[:2]]
+    rates = [float(1 / cost) if cost > 0 else math.inf for cost in costs[:2]]
     return DeviceFit(devices[0], rates[0], rates[1], float(costs[2]), _by_kind(operations, costs))
 
 

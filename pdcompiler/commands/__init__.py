@@ -1,0 +1,1 @@
+"""What the commands of `pdcompiler` do, apart from planning (`cli.py`)."""
