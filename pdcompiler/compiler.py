@@ -28,6 +28,9 @@ from pdcompiler.core.pass_manager import Watch, run_passes
 from pdcompiler.core.plan import Training
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.verify import verify_program, verify_ranks, verify_staged, verify_trace
+from pdcompiler.own_plan import check_memory, knows_memory
+from pdcompiler.passes.partition.check_partition import check_names, check_partition, plan_of_stages
+from pdcompiler.passes.partition.evaluate import evaluate
 from pdcompiler.passes.partition.make_partition import cuts_at_modules, cuts_of, make_partition, plan_of_cuts, with_costs
 from pdcompiler.passes.partition.problem import make_problem
 from pdcompiler.passes.program.insert_reductions import insert_reductions
@@ -75,16 +78,29 @@ def trace_model(request: Request, batch: Batch, *, rows: int, symbolic: bool, gr
 
 def choose_partition(request: Request, trace: Trace, rows: int) -> Partition:
     """The stages: those that the user gave, or the best cut of this trace. Made once; all traces share it."""
-    if isinstance(request.partition, Partition):
-        return request.partition
     machine = request.machine.take(request.world_size)
+    if isinstance(request.partition, Partition):
+        check_given(request, request.partition, trace, machine, rows)
+        return request.partition
     problem = make_problem(trace, machine, rows)
     if request.partition is None:
         found = straight_plan(problem.workload, machine, request.training)
     else:
         chosen = plan_of_cuts(problem, cuts_at_modules(problem, request.partition))
         found = judge(chosen, problem.workload, machine, request.training)
+        check_memory(found.evaluation, problem.workload, machine, request.training)
     return explained(request.model, trace, problem, found, machine, request.training)
+
+
+def check_given(request: Request, partition: Partition, trace: Trace, machine: Machine, rows: int) -> None:
+    """Raise CompileError where a partition that the user gave can't be the stages of this trace, or where memory is too small."""
+    stage_of = check_partition(trace, partition)
+    if knows_memory(machine):
+        problem = make_problem(trace, machine, rows)
+        given = plan_of_stages(problem, stage_of)
+        if given is not None:
+            evaluation = evaluate(given, problem.workload, machine, request.training)
+            check_memory(evaluation, problem.workload, machine, request.training)
 
 
 def plan_partition(request: Request, trace: Trace, microbatch_rows: Sequence[int], batch_rows: int) -> Partition:
@@ -209,6 +225,7 @@ def read_partition(given: Any, model: nn.Module, world_size: int) -> Partition |
                 f"the partition is for another model: {differing_parameters(partition, model)}",
                 ways_out=("let pdcompiler choose the partition",),
             )
+        check_names(partition, model)
         count = len(partition.stages)
     elif isinstance(given, Sequence):
         partition, count = tuple(given), len(given) + 1

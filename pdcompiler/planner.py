@@ -199,7 +199,7 @@ def _refuse(machine: Machine, training: Training, best: Best) -> Found:
     raise CompileError(
         f"stage {worst} of {len(costs)} needs {amount(costs[worst].memory)}B, "
         f"the device has {amount(machine.devices[0][0].memory_bytes)}B\n"
-        f"  no plan needs less; of it: {_parts(costs[worst])}",
+        f"  no plan needs less; of it: {memory_parts(costs[worst])}",
         ways_out=(*ways, "fewer rows in a microbatch", "more devices, or some with more memory"),
     )
 
@@ -227,7 +227,8 @@ def _most(found: Found) -> float:
     return max(cost.memory for cost in found.evaluation.stages)
 
 
-def _parts(cost: StageCost) -> str:
+def memory_parts(cost: StageCost) -> str:
+    """A stage's memory by kind, in words."""
     named = {
         "weights": cost.weights, "gradients": cost.gradients, "optimizer": cost.optimizer,
         f"saved values of {cost.in_flight} microbatches in flight": cost.saved, "working memory": cost.working,

@@ -22,7 +22,7 @@ from pdcompiler.core.errors import CompileError
 from pdcompiler.core.ir import ModuleCall, Trace, evaluate, module_of, type_of
 from pdcompiler.core.partition import Partition, Problem, StagePlan
 from pdcompiler.core.plan import Evaluation, Plan, PlannedStage
-from pdcompiler.core.values import readers_of
+from pdcompiler.core.values import is_view, readers_of
 from pdcompiler.core.workload import Workload
 
 
@@ -113,11 +113,14 @@ def _place_unread(trace: Trace, parameters: list[dict[str, int]]) -> None:
 
 
 def _whole_calls(stage: dict[fx.Node, int]) -> list[list[ModuleCall]]:
-    """Per stage the module calls of which every operation, those of inner modules included, lies on it."""
+    """Per stage the module calls of which every operation lies on it; views do not count, they follow what they read."""
     stages_of: dict[ModuleCall, set[int]] = {}
     inside: dict[str, set[int]] = {}
+    moving = {module_of(node) for node in stage if not is_view(node)}
     for node, index in stage.items():
         call = module_of(node)
+        if is_view(node) and call in moving:
+            continue
         stages_of.setdefault(call, set()).add(index)
         for prefix in _prefixes(call.path):
             inside.setdefault(prefix, set()).add(index)

@@ -4,10 +4,10 @@ Forward, in graph order, four rules:
 1. views, getitems and integers follow what they read;
 2. an operation that reads a parameter stands on its owner (a parameter with several owners: the one of its module call, else
    the lowest that is not before its other inputs);
-3. the other operations of a module call that has a stage stand there;
+3. the other operations of a module call that has a stage, or that lies in one that has, stand there;
 4. the rest takes the lowest legal stage, the highest of its inputs.
 
-Operations that may not be parted stand on the highest of their stages.
+Operations that may not be parted stand on the highest of their stages: rule 4 alone could leave some on a lower one.
 
 Backward: the stage of the forward operation that caused it (seq_nr), or of a later value that it reads; then lowered to the
 lowest stage among the backward operations that feed it, since the sums that autograd makes of several gradients carry a wrong
@@ -21,9 +21,9 @@ from __future__ import annotations
 from torch import fx
 
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.ir import Trace, has_data_dependent_shape, is_backward, is_integer, module_of, stage_of, type_of, where
+from pdcompiler.core.ir import Trace, is_backward, is_integer, module_of, stage_of, where
 from pdcompiler.core.partition import Partition
-from pdcompiler.core.values import Origins, is_view
+from pdcompiler.core.values import Origins, inseparable, is_view
 
 
 def assign_stages(trace: Trace, partition: Partition) -> Trace:
@@ -41,14 +41,14 @@ class _Forward:
     def __init__(self, trace: Trace, partition: Partition) -> None:
         self.trace = trace
         self.owners = partition.owners()
-        self.calls = partition.stage_of_call()
+        self.partition = partition
         self.last = len(partition.stages) - 1
         origins = Origins(trace)
         self.views = origins.weight_values - origins.parameter_values
         self.floors: dict[fx.Node, int] = {}
 
     def assign(self) -> None:
-        groups = _together(self.trace)
+        groups = [group for _, group in inseparable(self.trace)]
         self._walk()
         while any([self._raise(group) for group in groups]):
             self._walk()
@@ -70,7 +70,7 @@ class _Forward:
         lowest = max((stage_of(i) for i in node.all_input_nodes if i.op == "call_function" and i not in self.views), default=0)
         lowest = max(lowest, self.floors.get(node, 0))
         owners = self.owners_read(node)
-        call = self.calls.get(module_of(node))
+        call = self.partition.stage_of(module_of(node))
         if (is_view(node) or is_integer(node)) and not owners:
             return lowest
         if owners:
@@ -114,20 +114,6 @@ class _Forward:
                 readers = [stage_of(user) for user in node.users if "stage" in user.meta and not is_backward(user)]
                 if readers:
                     node.meta["stage"] = min(readers)
-
-
-def _together(trace: Trace) -> list[list[fx.Node]]:
-    """Forward operations that may not be parted: what reads a buffer that forward writes, with what makes its new value; a value
-    of data-dependent shape with what reads it. Rule 4 alone could leave some of them on a lower stage than the others."""
-    forward = dict.fromkeys(node for node in trace.graph.nodes if node.op == "call_function" and not is_backward(node))
-    new = [(output.name, node) for output, node in trace.output_nodes() if output.kind == "buffer" and node in forward]
-    written = {trace.canonical[name]: [node] for name, node in new}
-    for placeholder in trace.graph.find_nodes(op="placeholder"):
-        meaning = trace.inputs[placeholder.name]
-        if meaning.kind == "buffer" and trace.canonical[meaning.name] in written:
-            written[trace.canonical[meaning.name]] += [user for user in placeholder.users if user in forward]
-    shaped = [node for node in forward if has_data_dependent_shape(type_of(node))]
-    return [*written.values(), *([node, *(user for user in node.users if user in forward)] for node in shaped)]
 
 
 def _assign_backward(trace: Trace, forward: _Forward) -> None:

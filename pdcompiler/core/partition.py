@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -76,9 +77,24 @@ class Partition:
                 owners.setdefault(name, []).append(index)
         return {name: tuple(stages) for name, stages in owners.items()}
 
-    def stage_of_call(self) -> dict[ModuleCall, int]:
-        """The stage of each module call that lies wholly on one."""
-        return {call: index for index, stage in enumerate(self.stages) for call in stage.calls}
+    @cached_property
+    def _stages_of(self) -> tuple[dict[ModuleCall, int], dict[str, set[int]]]:
+        """The stage of each module call; and of each module that has one, the stages of its calls and of those inside it."""
+        calls = {call: index for index, stage in enumerate(self.stages) for call in stage.calls}
+        modules: dict[str, set[int]] = {call.path: set() for call in calls}
+        for call, index in calls.items():
+            for path in (call.path, *_around(call.path)):
+                if path in modules:
+                    modules[path].add(index)
+        return calls, modules
+
+    def stage_of(self, call: ModuleCall) -> int | None:
+        """The stage of a module call: its own, or that of the innermost known module around it, where all of that has one."""
+        calls, modules = self._stages_of
+        if call in calls:
+            return calls[call]
+        around = next((modules[path] for path in _around(call.path) if path in modules), set())
+        return next(iter(around)) if len(around) == 1 else None
 
     def modules(self, index: int) -> str:
         """The outermost modules of a stage, first to last, for people. (Only a part of one that other stages also run counts.)"""
@@ -108,11 +124,10 @@ class Partition:
         """Raises CompileError where the text is no partition."""
         try:
             data: Any = json.loads(text)
-            why = data.get("explanation")
+            why, stages = data.get("explanation"), tuple(map(_stage_plan, data["stages"]))
             return Partition(
-                tuple(map(_stage_plan, data["stages"])), str(data.get("model", "")), int(data.get("pipelines", 1)),
-                None if why is None else Explanation.from_data(why),
-            )  # fmt: skip
+                stages, str(data.get("model", "")), _count(data, "pipelines"), None if why is None else Explanation.from_data(why)
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CompileError(
                 f"the text is no partition: {type(error).__name__}: {error}",
@@ -152,7 +167,7 @@ class Partition:
         ranks = str(first) if stage.replicas == 1 else f"{first} to {first + stage.replicas - 1}"
         row = (str(index), self.modules(index), ranks, f"{amount(stage.parameter_bytes)}B", f"{stage.seconds / whole:.0%}")
         if stage.cost is None:
-            return (*row, f"{amount(stage.sent_bytes)}B", "", "", "", "")
+            return (*row, f"{amount(stage.sent_bytes)}B", *[""] * 5)
         slowest = max(other.cost.seconds for other in self.stages if other.cost is not None)
         cost = stage.cost
         times = (seconds(cost.compute), seconds(cost.entering + cost.leaving), seconds(cost.reduce) if cost.reduce else "")
@@ -166,15 +181,24 @@ _HEADER = (
 
 
 def _stage_plan(data: dict[str, Any]) -> StagePlan:
-    cost = data.get("cost")
-    replicas = int(data.get("replicas", 1))
-    if replicas < 1:
-        raise ValueError(f"replicas is {replicas}")
+    cost, replicas = data.get("cost"), _count(data, "replicas")
     return StagePlan(
         tuple(data["parameters"]), tuple(map(parse_call, data["calls"])), int(data.get("parameter_bytes", 0)),
         float(data.get("seconds", 0.0)), int(data.get("sent_bytes", 0)), replicas, bool(data.get("recompute", False)),
         None if cost is None else StageCost(**cost),
     )  # fmt: skip
+
+
+def _count(data: dict[str, Any], name: str) -> int:
+    count = int(data.get(name, 1))
+    if count < 1:
+        raise ValueError(f"{name} is {count}")
+    return count
+
+
+def _around(path: str) -> list[str]:
+    """The paths of the modules around one, innermost first."""
+    return [path[:end] for end in range(len(path) - 1, 0, -1) if path[end] == "."]
 
 
 def parse_call(text: str) -> ModuleCall:

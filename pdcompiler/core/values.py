@@ -12,7 +12,7 @@ import operator
 import torch
 from torch import fx
 
-from pdcompiler.core.ir import Trace, is_backward
+from pdcompiler.core.ir import Trace, has_data_dependent_shape, is_backward, type_of
 
 aten = torch.ops.aten
 MORE_VIEWS = (aten._unsafe_view.default, aten.detach.default, operator.getitem)
@@ -80,3 +80,23 @@ def readers_of(parameter: fx.Node) -> list[fx.Node]:
     for user in parameter.users:
         found += readers_of(user) if is_view(user) else [user]
     return found
+
+
+def inseparable(trace: Trace) -> list[tuple[str, list[fx.Node]]]:
+    """Forward operations that one stage must hold, with why: what reads a buffer that forward writes, with what makes its new
+    value; a value of data-dependent shape with what reads it."""
+    forward = dict.fromkeys(node for node in trace.graph.nodes if node.op == "call_function" and not is_backward(node))
+    written: dict[str, list[fx.Node]] = {}
+    for output, node in trace.output_nodes():
+        if output.kind == "buffer" and node in forward:
+            written[trace.canonical[output.name]] = [node]
+    for placeholder in trace.graph.find_nodes(op="placeholder"):
+        meaning = trace.inputs[placeholder.name]
+        if meaning.kind == "buffer" and trace.canonical[meaning.name] in written:
+            written[trace.canonical[meaning.name]] += [user for user in placeholder.users if user in forward]
+    groups = [(f"the update of buffer {name} and what reads it", nodes) for name, nodes in written.items()]
+    for node in forward:
+        if has_data_dependent_shape(type_of(node)):
+            readers = [user for user in node.users if user in forward]
+            groups.append(("a value whose shape depends on data and what reads it", [node, *readers]))
+    return groups

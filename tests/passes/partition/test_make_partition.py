@@ -49,9 +49,8 @@ def test_stages_hold_parameters_and_whole_module_calls() -> None:
     assert second.parameters == ("blocks.1.0.weight", "blocks.1.0.bias", "blocks.2.0.weight", "blocks.2.0.bias", *again)
     assert third.parameters == ("start.weight",)
     assert partition.owners()["start.weight"] == (0, 2) and partition.owners()["again.bias"] == (0, 1)
-    calls = partition.stage_of_call()
-    assert [calls[ModuleCall("again", number)] for number in range(3)] == [0, 1, 1]
-    assert calls[ModuleCall("blocks.0")] == 0 and calls[ModuleCall("blocks.2")] == 1 and ModuleCall("blocks") not in calls
+    assert [partition.stage_of(ModuleCall("again", number)) for number in range(3)] == [0, 1, 1]
+    assert [partition.stage_of(ModuleCall(path)) for path in ("blocks.0", "blocks.2", "blocks")] == [0, 1, None]
 
 
 def test_it_prints_as_a_table_with_reasons() -> None:
