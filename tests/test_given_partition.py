@@ -275,6 +275,14 @@ def test_a_stage_that_the_memory_does_not_hold_is_refused() -> None:
         assert ways[1:] == ["  try: fewer rows in a microbatch", "  try: more devices, or some with more memory"]
 
 
+@pytest.mark.usefixtures("launched")
+def test_a_memory_that_no_partition_fits_says_what_would() -> None:
+    """A given partition has then no better one to propose."""
+    text = refused(Tied, None, machine=roomy(1000))
+    assert text.startswith("stage 0 of 2 needs 1.6 KiB, the device has 1000 B\n  no plan needs less; of it: weights ")
+    assert "try: let pdcompiler choose" not in refused(Tied, ["head"], machine=roomy(1000))
+
+
 def test_a_stage_that_the_memory_holds_is_not_refused() -> None:
     """Nor is any where nobody knows the memory."""
     model = seeded(Tied)
