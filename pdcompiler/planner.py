@@ -36,8 +36,8 @@ STRAIGHT = "all cuts in the model's own order, one rank a stage"
 IN_ORDER = "all cuts in the model's own order"
 ALL = "all stages with which no value goes back"
 MOST_LATTICE = 20_000
-MOST_PLACES = 200
-"""Where a stage may begin, for plans of traces; on more than 256 devices half of that."""
+FEWEST_PLACES, MOST_PLACES = 100, 400
+"""Where a stage may begin, for plans of traces: the more the fewer devices and replicas there are."""
 ORDERS = 12
 """Of a graph with more states than MOST_LATTICE."""
 
@@ -49,7 +49,7 @@ def plan(workload: Workload, machine: Machine, training: Training, *, in_order: 
     """
     classes = [(chain_spans(workload), IN_ORDER)] if in_order else candidate_stages(workload)
     best = _best(workload, classes, machine, training)
-    return best or _refuse(machine, training, lambda *other: _best(workload, classes, *other))
+    return best or _refuse(machine, training, lambda *other: _any(workload, classes, *other))
 
 
 def candidate_stages(workload: Workload) -> list[tuple[Spans, str]]:
@@ -85,14 +85,17 @@ def straight_plan(workload: Workload, machine: Machine, training: Training) -> F
             ways_out=(f"world_size={most} or less",),
         )
     spans = chain_spans(workload)
-    best = _best_straight(workload, spans, machine, training)
-    return best or _refuse(machine, training, lambda *other: _best_straight(workload, spans, *other))
+    found, bound = Search(workload, spans, machine, training, straight=True).run(numpy.inf)
+    if found is None:
+        return _refuse(machine, training, lambda *other: Search(workload, spans, *other, straight=True).any_plan())
+    return replace(found, bound=min(bound, found.evaluation.seconds), how=STRAIGHT)
 
 
 def plan_in_order(problem: Problem, machine: Machine, training: Training) -> tuple[Problem, Found]:
     """The best plan of a trace, its stages contiguous; and the problem with the layers that the plan speaks of: the narrowest
     cuts of a large one, so that the search ends within seconds."""
-    most = MOST_PLACES if machine.world_size <= 256 else MOST_PLACES // 2
+    choices = machine.world_size * training.most_replicas(machine.world_size)
+    most = round(min(max((1.2e9 / choices) ** 0.5, FEWEST_PLACES), MOST_PLACES))
     if problem.workload.layers <= most:
         return problem, plan(problem.workload, machine, training, in_order=True)
     parts = narrow_parts(problem.workload, most)
@@ -118,9 +121,13 @@ def _best(workload: Workload, classes: list[tuple[Spans, str]], machine: Machine
     return replace(best, bound=min(bound, best.evaluation.seconds))
 
 
-def _best_straight(workload: Workload, spans: Spans, machine: Machine, training: Training) -> Found | None:
-    found, bound = Search(workload, spans, machine, training, straight=True).run(numpy.inf)
-    return found and replace(found, bound=min(bound, found.evaluation.seconds), how=STRAIGHT)
+def _any(workload: Workload, classes: list[tuple[Spans, str]], machine: Machine, training: Training) -> Found | None:
+    """Some plan that fits the devices' memory."""
+    for spans, _ in classes:
+        for pipelines in pipeline_counts(machine, training):
+            if found := Search(workload, spans, machine, training, pipelines).any_plan():
+                return found
+    return None
 
 
 def pipeline_counts(machine: Machine, training: Training) -> Iterator[int]:
@@ -181,20 +188,20 @@ def _moved(own: Plan, index: int, before: tuple[int, ...], after: tuple[int, ...
     return replace(own, stages=(*own.stages[:index], *pair, *own.stages[index + 2 :]))
 
 
-Best: TypeAlias = Callable[[Machine, Training], Found | None]
+AnyPlan: TypeAlias = Callable[[Machine, Training], Found | None]
 
 
-def _refuse(machine: Machine, training: Training, best: Best) -> Found:
+def _refuse(machine: Machine, training: Training, any_plan: AnyPlan) -> Found:
     """Say which stage lacks how much memory in the plan that needs least of it, and what would need less."""
-    found = _least_memory(machine, training, best)
+    found = _least_memory(machine, training, any_plan)
     costs = found.evaluation.stages
     worst = max(range(len(costs)), key=lambda index: costs[index].memory)
     ways = []
     if not training.recompute:
-        other = _least_memory(machine, replace(training, recompute=True), best)
+        other = _least_memory(machine, replace(training, recompute=True), any_plan)
         ways.append(f"recompute=True ({amount(_most(other))}B)")
     if training.optimizer_bytes > 0:
-        other = _least_memory(machine, replace(training, optimizer_bytes=0.0), best)
+        other = _least_memory(machine, replace(training, optimizer_bytes=0.0), any_plan)
         ways.append(f"an optimizer without state ({amount(_most(other))}B)")
     raise CompileError(
         f"stage {worst} of {len(costs)} needs {amount(costs[worst].memory)}B, "
@@ -204,16 +211,16 @@ def _refuse(machine: Machine, training: Training, best: Best) -> Found:
     )
 
 
-def _least_memory(machine: Machine, training: Training, best: Best) -> Found:
+def _least_memory(machine: Machine, training: Training, any_plan: AnyPlan) -> Found:
     """A plan whose fullest device is as empty as it can be, within a thousandth."""
     low, high, found = 0.0, 1.0, None
     while found is None:
         high *= 4
-        found = best(_with_memory(machine, high), training)
+        found = any_plan(_with_memory(machine, high), training)
     high = min(high, _most(found) / machine.devices[0][0].memory_bytes)
     while high > low * 1.001:
         middle = (low + high) / 2
-        other = best(_with_memory(machine, middle), training)
+        other = any_plan(_with_memory(machine, middle), training)
         low, high, found = (middle, high, found) if other is None else (low, middle, other)
     return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy
 
@@ -27,9 +27,12 @@ CLOSE = 1e-7
 """Two values this near are equal; a plan within it of the bound is the best."""
 MOST_STEPS = 3e9
 """Of the recurrence over devices with all degrees of replication; above it, only some degrees are tried."""
+UNLIMITED = 1e30
+"""Seconds: a time that every stage keeps."""
 MOST_CAPS = 60
-MOST_SEARCHED = 2e9
-"""Steps of the recurrence in all, over all caps; but three caps at least."""
+FEWEST_CAPS = 3
+MOST_SEARCHED = 2e8
+"""Steps of the recurrence in all, over all caps, beyond the fewest."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +66,38 @@ class Search:
         self.devices = machine.world_size // pipelines
         self.exactly = self.devices if straight else None
         self.terms: Terms = terms_of(machine, training, pipelines, self.devices)
-        self.by_probes = training.schedule == "pipedream" and len(machine.devices) == 1 and not straight
-        self.degrees, self.all_degrees = degrees_of(spans, 1 if straight or self.by_probes else self.devices)
-        steps = len(spans.end) * self.devices * len(self.degrees) / 2
-        self.most_caps = int(min(MOST_CAPS, max(3, MOST_SEARCHED / steps)))
+        self.equal_devices = len(machine.devices) == 1 and not straight
+        self.by_probes = self.equal_devices and not training.flushes
+        most = replace(training, microbatches=self.terms.microbatches).most_replicas(1 if straight else self.devices)
+        self.degrees, self.all_degrees = numpy.arange(1, most + 1), True
+        if not self.by_probes:
+            self.degrees, self.all_degrees = degrees_of(spans, self.devices, most)
+        self.steps = 0
 
     def run(self, beat: float) -> tuple[Found | None, float]:
         """A plan that takes less than `beat`, and a bound of all plans of this class; no plan where none is better."""
         if self.by_probes:
             return self._bisect(beat)
-        if not self.training.flushes:
-            return self._recur(beat)
-        return self._caps(beat)
+        if self.equal_devices and self.any_plan() is None:
+            return None, beat
+        return self._caps(beat) if self.training.flushes else self._recur(beat)
+
+    def any_plan(self) -> Found | None:
+        """Some plan that fits the devices' memory, whatever it takes."""
+        if self.equal_devices:
+            stages = stages_of(self.spans, self.terms, recompute=self.training.recompute)
+            found = fewest_devices(stages, self.terms, self.devices, UNLIMITED, degrees=self._fewer_degrees())
+            return None if found is None else self._found(found)
+        return self._solve(numpy.inf, total=False)[1]
 
     def _found(self, stages: list[Choice]) -> Found:
         planned = tuple(PlannedStage(self.spans.layers(c.pair), c.replicas, c.recompute) for c in stages)
         made = Plan(planned, self.pipelines)
         evaluation = evaluate(made, self.workload, self.machine, self.training)
         return Found(made, evaluation, 0.0, "")
+
+    def _fewer_degrees(self) -> numpy.ndarray | None:
+        return None if len(self.degrees) == self.devices else self.degrees
 
     def replications(self) -> str:
         """Which are tried, in words."""
@@ -90,7 +107,7 @@ class Search:
         stages = stages_of(self.spans, self.terms, recompute=self.training.recompute)
 
         def probe(seconds: float) -> Found | None:
-            found = fewest_devices(stages, self.terms, self.devices, seconds * self.pipelines)
+            found = fewest_devices(stages, self.terms, self.devices, seconds * self.pipelines, degrees=self._fewer_degrees())
             return None if found is None else self._found(found)
 
         low = work_bound(self.workload, self.machine, self.training)
@@ -113,7 +130,7 @@ class Search:
         for factor in (1.02, 1.1, 1.4, 2.0, 4.0) if low else ():
             if found := probe(low * factor):
                 return found
-        return probe(1e30)
+        return probe(UNLIMITED)
 
     def _solve(self, cap: float, total: bool, below: float = numpy.inf) -> tuple[float, Found | None]:
         """The least sum, or the least of the slowest stage, under a cap; and a plan that has it, None where none is below."""
@@ -121,20 +138,33 @@ class Search:
             self.spans, self.terms, self.devices, self.degrees, cap=cap, total=total, below=below,
             recompute=self.training.recompute,
         )  # fmt: skip
+        self.steps += table.steps
         devices = table.devices(self.exactly)
         value = float(table.best[0, devices])
         return value, self._found(table.stages(devices)) if value < numpy.inf else None
 
+    def _slowest(self, limit: float) -> tuple[float, Found | None]:
+        """The least that the slowest stage of a plan can take, and such a plan; none where it is not below the limit. Under a cap
+        that grows until there is a plan, so that the recurrence looks at few numbers of devices."""
+        start = float(self.workload.seconds.min(axis=0).sum()) / self.devices
+        cap = 1.1 * start
+        while True:
+            if not 0 < cap <= 50 * start or cap >= limit:
+                cap = limit
+            value, found = self._solve(cap, total=False, below=limit)
+            if found is not None or cap >= limit:
+                return value, found
+            cap *= 1.3
+
     def _recur(self, beat: float) -> tuple[Found | None, float]:
-        value, found = self._solve(numpy.inf, total=False)
-        return (found if value / self.pipelines < beat * (1 - CLOSE) else None), value / self.pipelines
+        value, found = self._slowest(beat * self.pipelines * (1 - CLOSE))
+        return found, beat if found is None else value / self.pipelines
 
     def _caps(self, beat: float) -> tuple[Found | None, float]:
         """Branch and bound over the cap on the slowest stage. In an interval (low, high] of it, a step takes at least
-        (microbatches - 1) * low + the least sum under the cap high."""
+        (microbatches - 1) * low + the least sum under the cap high, and at least microbatches * low."""
         more = self.terms.microbatches - 1
-        below = beat / self.terms.microbatches  # a step takes at least microbatches * slowest
-        least, found = self._solve(numpy.inf, total=False, below=below)
+        least, found = self._slowest(beat / self.terms.microbatches)
         if found is None:
             return None, beat
         best: Found | None = None
@@ -152,27 +182,30 @@ class Search:
             return least_sum, max(cost.seconds for cost in found.evaluation.stages)
 
         low_sum, _ = under(least, 0.0)
-        high_sum, high = under(numpy.inf, least)
+        high_sum, high = under(value / self.terms.microbatches, least)
         open_ = [(more * least + high_sum, least, low_sum, high, high_sum)]
-        for _ in range(self.most_caps):
+        for tried in range(MOST_CAPS):
             if not open_ or open_[0][0] >= value * (1 - CLOSE):
                 return best, value
+            if tried >= FEWEST_CAPS and self.steps > MOST_SEARCHED:
+                break
             _, low, low_sum, high, high_sum = heapq.heappop(open_)
             if low_sum <= high_sum * (1 + CLOSE) or high <= low * (1 + CLOSE):
                 continue  # nothing between is better than the plan at its low end
             middle = (low + high) / 2
+            if more and tried % 2 == 0:  # above it, nothing is better than the best
+                middle = max(middle, min((value * (1 - CLOSE) - high_sum) / more, high * (1 - CLOSE)))
             middle_sum, slowest = under(middle, low)
             heapq.heappush(open_, (more * low + middle_sum, low, low_sum, slowest, middle_sum))
             heapq.heappush(open_, (more * middle + high_sum, middle, middle_sum, high, high_sum))
         return best, min(value, open_[0][0] if open_ else value)
 
 
-def degrees_of(spans: Spans, devices: int) -> tuple[numpy.ndarray, bool]:
+def degrees_of(spans: Spans, devices: int, most: int) -> tuple[numpy.ndarray, bool]:
     """The replications that the recurrence tries, and whether they are all."""
-    pairs = len(spans.end)
-    if pairs * devices * devices / 2 <= MOST_STEPS:
-        return numpy.arange(1, devices + 1), True
-    few = {n for n in range(1, devices + 1) if n <= 8 or devices % n == 0 or n & (n - 1) == 0}
+    if len(spans.end) * devices * most / 2 <= MOST_STEPS:
+        return numpy.arange(1, most + 1), True
+    few = {n for n in range(1, most + 1) if n <= 8 or devices % n == 0 or n & (n - 1) == 0}
     return numpy.array(sorted(few)), False
 
 

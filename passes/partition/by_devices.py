@@ -3,8 +3,14 @@
     best[i][d] = min over stages from state i to j and replicas r of  combine(best[j][d - r], seconds of that stage)
 
 where d counts the devices from the machine's end, and `combine` is max, or for a flushing step the sum under a cap on every
-stage's seconds. Its loops grow with pairs of states x devices x degrees of replication, so large asynchronous problems on equal
-devices go to `probe.py`, which needs no axis of devices.
+stage's seconds. Under a cap only some d are worth a look: the layers before state i need devices too, so many that none of them
+works for longer than the cap.
+
+              d = 1 .. 8        layers from i on: 20 s of work, layers before: 25 s, cap: 10 s
+    best[i]   - x x x x - - -   2 devices at least, and 3 are left to the layers before
+
+Its loops grow with pairs of states x (such d)^2, so large asynchronous problems on equal devices go to `probe.py`, which needs no
+axis of devices.
 """
 
 from __future__ import annotations
@@ -22,8 +28,9 @@ from pdcompiler.core.workload import Floats
 
 @dataclass(frozen=True)
 class Table:
-    """best: (states, devices + 1); the choices behind it, of the same shape."""
+    """best: (states, devices + 1); the choices behind it, of the same shape.   steps: how many places of stages were tried."""
 
+    steps: int
     best: Floats
     pair: numpy.ndarray
     replicas: numpy.ndarray
@@ -53,11 +60,11 @@ def best_by_devices(
     a first microbatch waits for at borders) instead of taking the largest.   below: results that are no less are left out."""
     columns = (spans.parameters, spans.saved, spans.working, spans.entering, spans.leaving)
     meets, which = _places(terms, devices, degrees)
-    best, pair, replicas, again = _fill(
-        spans.start, spans.end, spans.forward, spans.backward, *columns, terms, devices, degrees, meets, which, cap, below, total,
-        recompute,
+    steps, best, pair, replicas, again = _fill(
+        spans.start, spans.end, spans.forward, spans.backward, *columns, spans.before(), terms, devices, degrees, meets, which,
+        cap, below, total, recompute,
     )  # fmt: skip
-    return Table(best, pair, replicas, again, spans.end)
+    return Table(steps, best, pair, replicas, again, spans.end)
 
 
 def _places(terms: Terms, devices: int, degrees: Integers) -> tuple[Integers, Integers]:
@@ -92,26 +99,37 @@ def _seconds(
 @native
 def _fill(
     start: Integers, end: Integers, forward: Floats, backward: Floats, parameters: Floats, saved: Floats, working: Floats,
-    entering: Floats, leaving: Floats, terms: Terms, devices: int, degrees: Integers, meets: Integers, which: Integers,
-    cap: float, below: float, total: bool, recompute: bool,
-) -> tuple[Floats, Integers, Integers, numpy.ndarray]:  # fmt: skip
-    states = len(start) - 1
+    entering: Floats, leaving: Floats, work_before: Floats, terms: Terms, devices: int, degrees: Integers, meets: Integers,
+    which: Integers, cap: float, below: float, total: bool, recompute: bool,
+) -> tuple[int, Floats, Integers, Integers, numpy.ndarray]:  # fmt: skip
+    states, steps = len(start) - 1, 0
     best = numpy.full((states, devices + 1), numpy.inf)
     chosen = numpy.full((states, devices + 1), -1, dtype=numpy.int64)
     replicas = numpy.zeros((states, devices + 1), dtype=numpy.int64)
     again = numpy.zeros((states, devices + 1), dtype=numpy.bool_)
     best[states - 1, 0] = 0.0
+    first = numpy.full(states, devices + 1)  # the fewest devices with which a state has a plan
+    first[states - 1] = 0
     seconds, passing = numpy.zeros(len(meets)), numpy.zeros(len(meets))
     for i in range(states - 2, -1, -1):
+        most = devices
+        if work_before[i] > 0.0:
+            most -= int(numpy.ceil(min(work_before[i] / cap, devices) - 1e-9)) if cap > 0.0 else devices
         for p in range(start[i], start[i + 1]):
             j = end[p]
             for variant in range(2 if recompute else 1):
                 kept = entering[p] if variant else saved[p]
                 extra = working[p] + entering[p] + leaving[p] + (saved[p] if variant else 0.0)
+                work = (forward[:, p] * (1 + variant) + backward[:, p]).min()
                 for number in range(len(degrees)):
                     degree = degrees[number]
+                    if first[j] + degree > most:
+                        break
+                    if work > cap * degree * (1 + 1e-12):
+                        continue
                     seconds[:] = -1.0
-                    for before in range(devices - degree + 1):
+                    steps += most - degree + 1 - first[j]
+                    for before in range(first[j], most - degree + 1):
                         so_far, after = best[j, before], before + degree
                         if so_far >= best[i, after]:
                             continue
@@ -127,7 +145,7 @@ def _fill(
                         if taken > cap:
                             continue
                         value = so_far + taken + passing[place] if total else max(so_far, taken)
-                        if value >= best[i, after] or value >= below:
+                        if value >= best[i, after] or _at_least(value, work_before[i], devices - after, total) >= below:
                             continue
                         memory = numpy.inf
                         for kind in range(meets[place, 0], meets[place, 1] + 1):
@@ -138,4 +156,14 @@ def _fill(
                         chosen[i, after] = p
                         replicas[i, after] = degree
                         again[i, after] = variant == 1
-    return best, chosen, replicas, again
+                        first[i] = min(first[i], after)
+    return steps, best, chosen, replicas, again
+
+
+@native
+def _at_least(value: float, work_before: float, devices: int, total: bool) -> float:
+    """What a plan takes whose later stages take `value`, if its earlier layers share what devices are left."""
+    if work_before <= 0.0:
+        return value
+    earlier = work_before / devices if devices > 0 else numpy.inf
+    return value + earlier if total else max(value, earlier)

@@ -1,13 +1,14 @@
-"""The fewest devices with which no stage takes longer than a given time: asynchronous plans, equal devices, levels of bandwidth.
+"""The fewest devices with which no stage takes longer than a given time: equal devices, levels of bandwidth.
 
     fewest[i][m] = the smallest o such that the layers from state i on run on o devices, and o = m modulo one unit
 
 Given the time, every constraint on the stages before is easier with fewer devices behind them: weight versions and the devices
 that are left. What a stage meets of the levels of bandwidth depends on where it begins within one unit of the last level but
 the outermost, so the smallest o is kept for each such place; with one level there is one. Devices are counted from the
-machine's end. Bisecting on the time, with the last probe just below the plan found, gives the best plan and its proof.
+machine's end. Bisecting on the time, with the last probe just below the plan found, gives the best asynchronous plan and its
+proof; with unlimited time it says for every schedule whether any plan fits the memory.
 
-Not here: flushing schedules and several kinds of device (`by_devices.py`).
+Not here: sums over stages, as flushing schedules take, and several kinds of device (`by_devices.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ import numpy
 from pdcompiler.core.native import native
 from pdcompiler.core.plan import Choice
 from pdcompiler.core.spans import Integers, Spans
-from pdcompiler.core.stage_time import PIPEDREAM, Terms, border_seconds, level_of, reduce_seconds, stage_memory, stage_seconds
+from pdcompiler.core.stage_time import (
+    GPIPE,
+    ONE_F_ONE_B,
+    PIPEDREAM,
+    Terms,
+    border_seconds,
+    level_of,
+    reduce_seconds,
+    stage_memory,
+    stage_seconds,
+)
 from pdcompiler.core.workload import Floats
 
 NONE = 1 << 40
@@ -60,10 +71,7 @@ def stages_of(spans: Spans, terms: Terms, *, recompute: bool = False) -> Stages:
     columns = (spans.parameters, spans.entering, spans.leaving)
     reduced = terms.reduce_factor * spans.parameters / terms.bandwidth.max()
     shared = work + reduced / 2 if terms.kind == PIPEDREAM else work  # work + reduced (r - 1) / r <= time * r
-    before = numpy.full(spans.states, numpy.inf)
-    numpy.minimum.at(before, spans.end[: spans.start[1]], both[: spans.start[1]])  # two states may have several stages
-    before[numpy.isinf(before)] = 0.0
-    return Stages(spans.start, spans.end, before, work, shared, numpy.minimum(versions, NONE), kept, extra, *columns)
+    return Stages(spans.start, spans.end, spans.before(), work, shared, numpy.minimum(versions, NONE), kept, extra, *columns)
 
 
 def fewest_devices(
@@ -123,6 +131,30 @@ def _root(terms: Terms, work: float, parameters: float, entering: float, leaving
 
 
 @native
+def _least(terms: Terms, work: float, parameters: float, entering: float, leaving: float, limit: float) -> float:
+    """No fewer replicas meet the limit where the microbatches of an update are shared out and gradients are added once."""
+    fastest = int(numpy.argmin(1.0 / terms.bandwidth))
+    enter, leave = border_seconds(terms, entering, fastest), border_seconds(terms, leaving, fastest)
+    least: float = max(work, enter, leave) / limit if terms.overlap else (work + enter + leave) / limit
+    if least <= 1.0:
+        return 1.0
+    reduced = terms.reduce_factor / 2 * parameters / terms.bandwidth[fastest]  # at least, over two replicas or more
+    return least if reduced <= limit * terms.microbatches * (1.0 + 1e-12) else float(NONE)
+
+
+@native
+def _held(terms: Terms, versions: float, downstream: int) -> int:
+    """With how many replicas no more microbatches are in flight than the memory holds."""
+    own = int(numpy.ceil(terms.microbatches / versions - 1e-9))
+    if terms.kind == GPIPE:
+        return own
+    warm = 1
+    if downstream > 0:
+        warm = int(numpy.ceil(downstream / (versions - 1.0) - 1e-9)) if versions >= 2.0 else NONE
+    return min(warm, own) if terms.kind == ONE_F_ONE_B else warm
+
+
+@native
 def _fill(
     stages: Stages, terms: Terms, devices: int, unit: int, limit: float, allowed: Integers, every: bool
 ) -> tuple[Integers, Integers, Integers, Integers, numpy.ndarray]:
@@ -152,20 +184,23 @@ def _fill(
                     begin = fewest[j, place]
                     if begin + least >= worst or begin + least > largest:
                         continue
-                    low, downstream = least, begin - missing
-                    if downstream > 0:
-                        if versions < 2.0:
-                            continue
-                        low = max(low, int(numpy.ceil(downstream / (versions - 1.0) - 1e-9)))
-                        if begin + low >= worst or begin + low > largest:
-                            continue
+                    downstream = begin - missing
+                    low = max(least, _held(terms, versions, downstream))
+                    if begin + low >= worst or begin + low > largest:
+                        continue
                     parameters, entering, leaving = stages.parameters[p], stages.entering[p], stages.leaving[p]
                     if root < 0.0 and terms.kind == PIPEDREAM:
                         root = _root(terms, work, parameters, entering, leaving, limit)
+                    elif root < 0.0:
+                        root = _least(terms, work, parameters, entering, leaving, limit)
+                    if terms.kind != PIPEDREAM:
+                        low = max(low, int(numpy.ceil(root - 1e-9)))
+                        if begin + low >= worst or begin + low > largest:
+                            continue
                     step, settled = allowed[min(low, devices + 1)], 0
                     while settled < enough and begin + step <= min(largest, worst - 1):
                         inside = place + step <= unit and unit > 1
-                        if not inside and step > 2 and step < root - 1.0:
+                        if terms.kind == PIPEDREAM and not inside and step > 2 and step < root - 1.0:
                             step = max(step + 1, int(numpy.ceil(root - 1e-6)) - 1 if root < 1e17 else NONE)
                             step = allowed[min(step, devices + 1)]
                             continue

@@ -54,6 +54,10 @@ class Training:
             return 1 / replicas
         return -(-self.microbatches // replicas) / self.microbatches
 
+    def most_replicas(self, devices: int) -> int:
+        """Of a stage in a pipeline of so many devices: each gets a microbatch of every step."""
+        return devices if self.schedule == "pipedream" else min(devices, self.microbatches)
+
     def in_flight(self, replicas: int, downstream: int) -> int:
         """Microbatches whose saved values a replica holds at once. downstream: devices of all later stages."""
         warm = -(-downstream // replicas) + 1  # PipeDream's NOAM: ceil((replicas + downstream) / replicas)

@@ -38,3 +38,10 @@ class Spans:
     leaving: Floats
     messages: Floats
     layers: Callable[[int], tuple[int, ...]]
+
+    def before(self) -> Floats:
+        """(states): the work of all layers before each state, no more than it is; 0 where it is not known, or differs by kind."""
+        both, first = self.forward[0] + self.backward[0], slice(0, int(self.start[1]))
+        work = numpy.full(self.states, numpy.inf)
+        numpy.minimum.at(work, self.end[first], both[first])  # two states may have several stages between them
+        return numpy.where(numpy.isinf(work) | (len(self.forward) > 1), 0.0, work)
