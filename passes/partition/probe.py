@@ -178,7 +178,12 @@ def _fill(
                 work, versions = stages.work[variant, p], stages.versions[variant, p]
                 if work > most_work or versions < 1.0:
                     continue
-                least = 1 if work <= limit else max(2, int(numpy.ceil(stages.shared[variant, p] / limit - 1e-9)))
+                least = 1
+                if work > limit:
+                    shared = stages.shared[variant, p]
+                    least = max(2, int(numpy.ceil(shared / limit - 1e-9)))
+                    shared += (shared - work) * (1.0 - 2.0 / least)  # the reduction over so many, or more
+                    least = max(least, int(numpy.ceil(shared / limit - 1e-9)))
                 root = -1.0
                 for place in range(unit):
                     begin = fewest[j, place]
