@@ -87,7 +87,7 @@ def straight_plan(workload: Workload, machine: Machine, training: Training) -> F
     spans = chain_spans(workload)
     found, bound = Search(workload, spans, machine, training, straight=True).run(numpy.inf)
     if found is None:
-        return _refuse(machine, training, lambda *other: Search(workload, spans, *other, straight=True).any_plan())
+        return _refuse(machine, training, lambda m, t: Search(workload, spans, m, t, straight=True).any_plan())
     return replace(found, bound=min(bound, found.evaluation.seconds), how=STRAIGHT)
 
 

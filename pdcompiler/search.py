@@ -21,6 +21,7 @@ from pdcompiler.core.stage_time import Terms, terms_of
 from pdcompiler.core.workload import Workload
 from pdcompiler.passes.partition.by_devices import best_by_devices
 from pdcompiler.passes.partition.evaluate import evaluate
+from pdcompiler.passes.partition.one_each import OneEach
 from pdcompiler.passes.partition.probe import fewest_devices, stages_of
 
 CLOSE = 1e-7
@@ -64,7 +65,6 @@ class Search:
     ) -> None:
         self.workload, self.spans, self.machine, self.training, self.pipelines = workload, spans, machine, training, pipelines
         self.devices = machine.world_size // pipelines
-        self.exactly = self.devices if straight else None
         self.terms: Terms = terms_of(machine, training, pipelines, self.devices)
         self.equal_devices = len(machine.devices) == 1 and not straight
         self.by_probes = self.equal_devices and not training.flushes
@@ -72,6 +72,7 @@ class Search:
         self.degrees, self.all_degrees = numpy.arange(1, most + 1), True
         if not self.by_probes:
             self.degrees, self.all_degrees = degrees_of(spans, self.devices, most)
+        self.one_each = OneEach(spans, self.terms, self.devices, recompute=training.recompute) if straight else None
         self.steps = 0
 
     def run(self, beat: float) -> tuple[Found | None, float]:
@@ -134,12 +135,15 @@ class Search:
 
     def _solve(self, cap: float, total: bool, below: float = numpy.inf) -> tuple[float, Found | None]:
         """The least sum, or the least of the slowest stage, under a cap; and a plan that has it, None where none is below."""
+        if self.one_each:
+            value, stages = self.one_each.solve(cap, total=total)
+            return (value, self._found(stages)) if value < below else (numpy.inf, None)
         table = best_by_devices(
             self.spans, self.terms, self.devices, self.degrees, cap=cap, total=total, below=below,
             recompute=self.training.recompute,
         )  # fmt: skip
         self.steps += table.steps
-        devices = table.devices(self.exactly)
+        devices = table.devices()
         value = float(table.best[0, devices])
         return value, self._found(table.stages(devices)) if value < numpy.inf else None
 
@@ -149,7 +153,7 @@ class Search:
         start = float(self.workload.seconds.min(axis=0).sum()) / self.devices
         cap = 1.1 * start
         while True:
-            if not 0 < cap <= 50 * start or cap >= limit:
+            if self.one_each or not 0 < cap <= 50 * start or cap >= limit:
                 cap = limit
             value, found = self._solve(cap, total=False, below=limit)
             if found is not None or cap >= limit:

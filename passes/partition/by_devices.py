@@ -37,9 +37,9 @@ class Table:
     recompute: numpy.ndarray
     end: numpy.ndarray
 
-    def devices(self, exactly: int | None = None) -> int:
+    def devices(self) -> int:
         """With which number of devices it is best: the fewest among equals."""
-        return int(self.best[0].argmin()) if exactly is None else exactly
+        return int(self.best[0].argmin())
 
     def stages(self, devices: int) -> list[Choice]:
         """Of the best plan with so many devices."""

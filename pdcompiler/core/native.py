@@ -17,3 +17,8 @@ def native(function: F) -> F:
     """Compile at the first call. In the function: arrays, numbers and other native functions only; `numpy.floor`, since
     `math.floor` overflows without a word."""
     return cast(F, numba.njit(cache=True)(function))
+
+
+def plain(function: F) -> F:
+    """A native function as Python, for whole arrays of numbers, or for a few calls that are not worth compiling it."""
+    return cast(F, cast(Any, function).py_func)

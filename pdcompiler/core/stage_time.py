@@ -1,4 +1,5 @@
-"""The time and the memory of one candidate stage, as native functions for the planner's loops.
+"""The time and the memory of one candidate stage, as native functions for the planner's loops; those on numbers of type `Amount`
+also for whole arrays of stages (`native.plain`).
 
 The same definitions as `passes/partition/evaluate.py`, which is written apart from these and judges what they find; a property
 test holds the two together. Devices are counted from the machine's end, where the last stage stands.
@@ -6,7 +7,7 @@ test holds the two together. Devices are counted from the machine's end, where t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy
 
@@ -16,6 +17,9 @@ from pdcompiler.core.plan import SCHEDULE_KINDS, Training
 from pdcompiler.core.workload import Floats
 
 GPIPE, ONE_F_ONE_B, PIPEDREAM, TWO_BUFFERED = (SCHEDULE_KINDS[name] for name in ("gpipe", "1f1b", "pipedream", "pipedream-2bw"))
+
+
+Amount = TypeVar("Amount", float, Floats)
 
 
 class Terms(NamedTuple):
@@ -80,13 +84,14 @@ def reduce_seconds(terms: Terms, parameters: float, replicas: int, level: int) -
 
 
 @native
-def border_seconds(terms: Terms, nbytes: float, level: int) -> float:
+def border_seconds(terms: Terms, nbytes: Amount, level: int) -> Amount:
     """There and back."""
-    return 2.0 * (nbytes / terms.bandwidth[level] + terms.latency[level]) if nbytes > 0.0 else 0.0
+    seconds: Amount = (nbytes > 0.0) * 2.0 * (nbytes / terms.bandwidth[level] + terms.latency[level])
+    return seconds
 
 
 @native
-def stage_seconds(terms: Terms, compute: float, entering: float, leaving: float, reduce: float, replicas: int) -> float:
+def stage_seconds(terms: Terms, compute: Amount, entering: Amount, leaving: Amount, reduce: float, replicas: int) -> Amount:
     """The stage's time per microbatch of its pipeline."""
     if terms.kind == PIPEDREAM:
         share, reductions = 1.0 / replicas, float(replicas)
@@ -94,12 +99,13 @@ def stage_seconds(terms: Terms, compute: float, entering: float, leaving: float,
         share = ((terms.microbatches + replicas - 1) // replicas) / terms.microbatches
         reductions = float(terms.microbatches)
     if terms.overlap:
-        return max(compute * share + reduce / reductions, entering * share, leaving * share)
+        slowest: Amount = numpy.maximum(compute * share + reduce / reductions, numpy.maximum(entering, leaving) * share)
+        return slowest
     return (compute + entering + leaving) * share + reduce / reductions
 
 
 @native
-def stage_memory(terms: Terms, parameters: float, saved: float, working: float, replicas: int, downstream: int) -> float:
+def stage_memory(terms: Terms, parameters: Amount, saved: Amount, working: Amount, replicas: int, downstream: int) -> Amount:
     """Bytes per device. working: with what crosses the borders."""
     warm = (downstream + replicas - 1) // replicas + 1
     own = (terms.microbatches + replicas - 1) // replicas
