@@ -29,6 +29,7 @@ from pdcompiler.core.partition import Partition
 from pdcompiler.core.plan import Training
 from pdcompiler.core.profile import Profile
 from pdcompiler.core.workload import Workload
+from pdcompiler.microbatches import microbatch_counts
 from pdcompiler.passes.partition.problem import make_problem
 from pdcompiler.passes.tracing.fit import fit
 from pdcompiler.passes.tracing.profile import apply_profile
@@ -151,15 +152,6 @@ def _plan(
         say("planning")
         found = plan_partition(request, trace, [n for n in rows if trace.admits(n)] or rows[-1:], batch.rows)
         return found, "" if bandwidths is None else _table_of_trace(trace, found, taken, training, bandwidths, say)
-
-
-def microbatch_counts(rows: int, asked: int | None) -> list[int]:
-    """The numbers of microbatches that are tried: the one asked for, or powers of two up to the rows."""
-    if asked is None:
-        return [1 << k for k in range(rows.bit_length()) if 1 << k <= rows]
-    if not 1 <= asked <= rows:
-        raise CompileError(f"microbatches is {asked}, the example batch has {rows} rows", ways_out=(f"1 to {rows}",))
-    return [asked]
 
 
 def _table_of_trace(

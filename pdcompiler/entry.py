@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from pdcompiler.backends.distributed import launched
 from pdcompiler.compiler import Request, read_partition
-from pdcompiler.core.batch import BatchDims
+from pdcompiler.core.batch import BatchDims, read_batch
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.loss import LossFunction
 from pdcompiler.core.machine import Machine
@@ -20,6 +21,7 @@ from pdcompiler.core.pass_manager import Watch
 from pdcompiler.core.plan import SCHEDULE_KINDS, Training
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.holdings import Initialize
+from pdcompiler.microbatches import best_microbatches
 from pdcompiler.outputs import LossWeight
 from pdcompiler.passes.schedules.named import SCHEDULES
 from pdcompiler.pipeline import Options, Pipeline
@@ -34,7 +36,7 @@ def compile(
     example_target: Any = None,
     loss_fn: LossFunction | None = None,
     schedule: str | Schedule = "1f1b",
-    microbatches: int | None = None,
+    microbatches: int | Literal["auto"] | None = None,
     machine: Machine | str | Path | None = None,
     partition: Partition | str | Path | Sequence[str] | None = None,
     loss_weight: LossWeight = "rows",
@@ -53,7 +55,8 @@ def compile(
         example_args, example_kwargs, example_target: one batch. Left out, the model is compiled at the first step.
         loss_fn: (outputs, target) -> scalar. None: the model's own loss (outputs.loss, outputs["loss"], a scalar output).
         schedule: "1f1b" or "gpipe", or a Schedule.
-        microbatches: how many a batch is cut into; None: twice the number of ranks.
+        microbatches: how many a batch is cut into; "auto": as many as make a step of the example batch the fastest, by the
+            planner's costs for the machine; None: twice the number of ranks.
         machine: what is compiled for: a Machine, a ready one's name ("h100-servers", ...), or its TOML file; of one with more
             devices than ranks, the first. None: a laptop's cores.
         partition: a Partition, its JSON file, or the module paths at which stages 1, 2, ... begin; None: chosen by cost.
@@ -71,12 +74,17 @@ def compile(
     """
     running = _check(model, world_size)
     _check_loss(loss_fn)
-    schedule = _schedule(schedule, world_size, microbatches)
+    automatic = _is_automatic(microbatches, schedule, bool(example_args or example_kwargs))
+    schedule = _schedule(schedule, world_size, None if automatic else microbatches)
     held_on = _device(model, device)
     on_cuda = (held_on or next(iter(model.parameters()), torch.empty(0)).device).type == "cuda"
     given = read_partition(partition, model, world_size)
     chosen = _machine(machine, world_size)
     request = Request(model, world_size, loss_fn, chosen, given, not on_cuda, held_on, watch, _training(schedule))
+    if automatic:
+        batch = read_batch(model, example_args, example_kwargs or {}, example_target, batch_dims)
+        schedule = _schedule(schedule.name, world_size, best_microbatches(request, batch))
+        request = replace(request, training=_training(schedule))
     options = Options(schedule, loss_weight, batch_dims, timeout, init)
     pipe = Pipeline(request, options, None if running is None else running[0])
     if example_args or example_kwargs:
@@ -107,7 +115,17 @@ def _check_loss(loss_fn: LossFunction | None) -> None:
         raise CompileError(f"loss_fn has parameters of its own: {', '.join(names)}", ways_out=("make it a part of the model",))
 
 
-def _schedule(schedule: str | Schedule, world_size: int, microbatches: int | None) -> Schedule:
+def _is_automatic(microbatches: Any, schedule: str | Schedule, has_example: bool) -> bool:
+    if microbatches != "auto":
+        return False
+    if isinstance(schedule, Schedule):
+        raise CompileError('microbatches is "auto", but the schedule has its own number', ways_out=("leave it out",))
+    if not has_example:
+        raise CompileError('microbatches is "auto", but there is no batch to plan for', ways_out=("example_args or example_kwargs",))
+    return True
+
+
+def _schedule(schedule: str | Schedule, world_size: int, microbatches: Any) -> Schedule:
     if isinstance(schedule, Schedule):
         schedule.check()
         if microbatches not in (None, schedule.microbatches):

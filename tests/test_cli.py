@@ -12,9 +12,10 @@ from typer.main import get_group
 from typer.testing import CliRunner, Result
 
 from pdcompiler import cli
-from pdcompiler.cli import app, microbatch_counts
+from pdcompiler.cli import app
 from pdcompiler.core.machine import Device, Machine
 from pdcompiler.core.partition import Partition
+from pdcompiler.microbatches import microbatch_counts
 from pdcompiler.core.profile import Measured, Profile
 
 RUNNER = CliRunner()
