@@ -1,6 +1,7 @@
 """What README.md and docs/ say is true: their Python runs, what they show is printed, the cases that they list have tests.
 
-Every ```python block runs, in order, in one namespace per file; a ```text block right behind one is exactly what it prints.
+Every ```python block runs, in order, in one namespace per file; one that begins with "# models.py" is that file, too. In a ```sh
+block stand commands of `pdcompiler`. A ```text block right behind one of these is exactly what it prints.
 After a change that is meant, `python tests/test_docs.py` writes these blocks, and the tests' names in docs/cases.md, anew.
 """
 
@@ -9,6 +10,8 @@ import importlib.util
 import io
 import os
 import re
+import shlex
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -17,13 +20,19 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
+
+from pdcompiler.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CASES_PAGE = ROOT / "docs" / "cases.md"
-BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n?```text\n(?P<shown>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^```(?P<language>python|sh)\n(?P<code>.*?)^```\n(?:\n?```text\n(?P<shown>.*?)^```\n)?", re.DOTALL | re.MULTILINE
+)
 CASE_ROW = re.compile(r"^\| (?P<case>\d+[a-c]?) \| (?P<what>.*) \| (?P<tests>.*) \|$", re.MULTILINE)
 CASE_TEST = re.compile(r"^def (test_case_(\d+[a-c]?)_\w+)", re.MULTILINE)
+FILE = re.compile(r"# (\w+)\.py\n")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 MUST_SHOW = "1 2 3 4 5 6 7 7b 8 9 12 12b 13 14 15 15b 15c 16 17 18 19 20 22 23 25 27 28 29 31 32 33 34"
@@ -31,17 +40,34 @@ MUST_SHOW = "1 2 3 4 5 6 7 7b 8 9 12 12b 13 14 15 15b 15c 16 17 18 19 20 22 23 2
 
 
 def printed(page: Path) -> list[tuple[re.Match[str], str]]:
-    """Run a page's Python; each block with what it prints."""
+    """Run a page's Python and commands, in this folder; each block with what it prints."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    blocks = []
+    blocks, files = [], set[str]()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         for block in BLOCK.finditer(page.read_text()):
+            if block["language"] == "sh":
+                blocks.append((block, "".join(map(command, block["code"].replace("\\\n", "").splitlines()))))
+                continue
+            if named := FILE.match(block["code"]):
+                Path(f"{named[1]}.py").write_text(block["code"])
+                files.add(named[1])
             line = page.read_text()[: block.start("code")].count("\n")
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
                 exec(compile("\n" * line + block["code"], str(page), "exec"), names)
             blocks.append((block, out.getvalue()))
+    for name in files:  # the next page has its own
+        sys.modules.pop(name, None)
     return blocks
+
+
+def command(line: str) -> str:
+    """What a command prints."""
+    name, *arguments = shlex.split(line)
+    assert name == "pdcompiler", line
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    return done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
