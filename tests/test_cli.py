@@ -15,8 +15,8 @@ from pdcompiler import cli
 from pdcompiler.cli import app
 from pdcompiler.core.machine import Device, Machine
 from pdcompiler.core.partition import Partition
-from pdcompiler.microbatches import microbatch_counts
 from pdcompiler.core.profile import Measured, Profile
+from pdcompiler.microbatches import microbatch_counts
 
 RUNNER = CliRunner()
 VGG16 = Path(__file__).parents[2] / "shared" / "data" / "pipedream_profiles" / "vgg16.txt"
