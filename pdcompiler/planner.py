@@ -42,14 +42,15 @@ ORDERS = 12
 """Of a graph with more states than MOST_LATTICE."""
 
 
-def plan(workload: Workload, machine: Machine, training: Training, *, in_order: bool = False) -> Found:
+def plan(workload: Workload, machine: Machine, training: Training, *, in_order: bool = False, where: str = "") -> Found:
     """The best plan on at most the machine's devices. in_order: only stages that are contiguous in the workload's own order.
+    where: which of a model's cuts the workload has, if not all, in words.
 
     Raises CompileError where none fits the devices' memory, naming the stage that comes nearest and what to change.
     """
-    classes = [(chain_spans(workload), IN_ORDER)] if in_order else candidate_stages(workload)
+    classes = [(chain_spans(workload), where or IN_ORDER)] if in_order else candidate_stages(workload)
     best = _best(workload, classes, machine, training)
-    return best or _refuse(machine, training, lambda *other: _any(workload, classes, *other))
+    return best or _refuse(machine, training, classes[0][1], lambda *other: _any(workload, classes, *other))
 
 
 def candidate_stages(workload: Workload) -> list[tuple[Spans, str]]:
@@ -87,7 +88,7 @@ def straight_plan(workload: Workload, machine: Machine, training: Training) -> F
     spans = chain_spans(workload)
     found, bound = Search(workload, spans, machine, training, straight=True).run(numpy.inf)
     if found is None:
-        return _refuse(machine, training, lambda m, t: Search(workload, spans, m, t, straight=True).any_plan())
+        return _refuse(machine, training, STRAIGHT, lambda m, t: Search(workload, spans, m, t, straight=True).any_plan())
     return replace(found, bound=min(bound, found.evaluation.seconds), how=STRAIGHT)
 
 
@@ -101,9 +102,8 @@ def plan_in_order(problem: Problem, machine: Machine, training: Training) -> tup
     parts = narrow_parts(problem.workload, most)
     places = tuple(problem.places[part[0]] for part in parts)
     narrow = replace(problem, places=places, workload=merge(problem.workload, parts))
-    found = plan(narrow.workload, machine, training, in_order=True)
-    bound = min(found.evaluation.seconds, work_bound(narrow.workload, machine, training))
-    return narrow, replace(found, bound=bound, how=f"{found.how}, at the {most} narrowest cuts")
+    found = plan(narrow.workload, machine, training, in_order=True, where=f"{most} narrowest cuts in the model's own order")
+    return narrow, replace(found, bound=min(found.evaluation.seconds, work_bound(narrow.workload, machine, training)))
 
 
 def _best(workload: Workload, classes: list[tuple[Spans, str]], machine: Machine, training: Training) -> Found | None:
@@ -191,7 +191,7 @@ def _moved(own: Plan, index: int, before: tuple[int, ...], after: tuple[int, ...
 AnyPlan: TypeAlias = Callable[[Machine, Training], Found | None]
 
 
-def _refuse(machine: Machine, training: Training, any_plan: AnyPlan) -> Found:
+def _refuse(machine: Machine, training: Training, where: str, any_plan: AnyPlan) -> Found:
     """Say which stage lacks how much memory in the plan that needs least of it, and what would need less."""
     found = _least_memory(machine, training, any_plan)
     costs = found.evaluation.stages
@@ -206,7 +206,7 @@ def _refuse(machine: Machine, training: Training, any_plan: AnyPlan) -> Found:
     raise CompileError(
         f"stage {worst} of {len(costs)} needs {amount(costs[worst].memory)}B, "
         f"the device has {amount(machine.devices[0][0].memory_bytes)}B\n"
-        f"  no plan needs less; of it: {memory_parts(costs[worst])}",
+        f"  with {where}, no plan needs less; of it: {memory_parts(costs[worst])}",
         ways_out=(*ways, "fewer rows in a microbatch", "more devices, or some with more memory"),
     )
 

@@ -31,7 +31,7 @@ MOST_STEPS = 3e9
 UNLIMITED = 1e30
 """Seconds: a time that every stage keeps."""
 MOST_CAPS = 60
-FEWEST_CAPS = 3
+FEWEST_CAPS = 1
 MOST_SEARCHED = 2e8
 """Steps of the recurrence in all, over all caps, beyond the fewest."""
 
