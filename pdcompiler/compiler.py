@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -106,18 +107,19 @@ def check_given(request: Request, partition: Partition, trace: Trace, machine: M
 def plan_partition(request: Request, trace: Trace, microbatch_rows: Sequence[int], batch_rows: int) -> Partition:
     """The best partition on at most the machine's devices, replicated stages, whole pipelines and recompute included, for the
     best of some numbers of rows of a microbatch. Of a large model only the narrowest cuts are searched; then it has a gap."""
-    machine, best = request.machine.take(request.world_size), None
+    machine, least, best = request.machine.take(request.world_size), math.inf, None
     refusal: CompileError | None = None
-    for rows in microbatch_rows:
+    for rows in sorted(microbatch_rows):
         problem = make_problem(trace, machine, rows)
         training = replace(request.training, microbatches=-(-batch_rows // rows))
         try:
             problem, found = plan_in_order(problem, machine, training)
         except CompileError as error:
-            refusal = error
+            refusal = refusal or error  # with the fewest rows it takes the least memory
             continue
-        if best is None or found.evaluation.seconds < best[1].evaluation.seconds:
-            best = (problem, found, training)
+        seconds = found.evaluation.seconds * (1 if training.flushes else training.microbatches)  # of the whole batch
+        if seconds < least:
+            least, best = seconds, (problem, found, training)
     if best is None:
         assert refusal is not None
         raise refusal

@@ -121,7 +121,8 @@ def _is_automatic(microbatches: Any, schedule: str | Schedule, has_example: bool
     if isinstance(schedule, Schedule):
         raise CompileError('microbatches is "auto", but the schedule has its own number', ways_out=("leave it out",))
     if not has_example:
-        raise CompileError('microbatches is "auto", but there is no batch to plan for', ways_out=("example_args or example_kwargs",))
+        ways_out = ("example_args or example_kwargs",)
+        raise CompileError('microbatches is "auto", but there is no batch to plan for', ways_out=ways_out)
     return True
 
 

@@ -259,3 +259,13 @@ def test_help_ends_with_an_example_that_can_be_read(command: str) -> None:
 def test_help_names_the_commands() -> None:
     done = RUNNER.invoke(app, ["--help"])
     assert done.exit_code == 0 and all(f"  {name} " in done.stdout for name in ("plan", "break-even", "profile", "fit"))
+
+
+def test_an_asynchronous_plan_takes_the_rows_with_which_the_whole_batch_is_done_first(tmp_path: Path) -> None:
+    """Where each operation takes long to begin, a microbatch of one row takes nearly as long as the whole batch."""
+    slow = Device("device", 1e9, 1e12, 1e9, seconds_per_operation=1.0)
+    Machine.flat(4, bytes_per_second=1e12, latency_seconds=0.0, device=slow, overlap=True).save(tmp_path / "machine.toml")
+    asked = ("--machine", str(tmp_path / "machine.toml"), "--schedule", "pipedream-2bw", "--json", str(tmp_path / "plan.json"))
+    assert plan(*asked).exit_code == 0
+    why = Partition.load(tmp_path / "plan.json").explanation
+    assert why is not None and why.microbatches <= 4
