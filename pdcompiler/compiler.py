@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,7 +79,22 @@ def trace_model(request: Request, batch: Batch, *, rows: int, symbolic: bool, gr
 
 
 def choose_partition(request: Request, trace: Trace, rows: int) -> Partition:
-    """The stages: those that the user gave, or the best cut of this trace. Made once; all traces share it."""
+    """The stages: those that the user gave, or the best cut of this trace. Made once; all traces share it. They have room for an
+    optimizer with Adam's state; where no stages have, for parameters and gradients alone, with a warning: `compile` is not told
+    the optimizer."""
+    try:
+        return _partition(request, trace, rows)
+    except CompileError as error:
+        if not (request.training.optimizer_bytes and knows_memory(request.machine)):
+            raise
+        refusal = error
+    partition = _partition(replace(request, training=replace(request.training, optimizer_bytes=0.0)), trace, rows)
+    told = "only an optimizer without state fits; with two values for each parameter (Adam)"
+    warnings.warn(f"{told} {refusal}", stacklevel=2)
+    return partition
+
+
+def _partition(request: Request, trace: Trace, rows: int) -> Partition:
     machine = request.machine.take(request.world_size)
     if isinstance(request.partition, Partition):
         check_given(request, request.partition, trace, machine, rows)

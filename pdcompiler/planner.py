@@ -132,13 +132,14 @@ def _any(workload: Workload, classes: list[tuple[Spans, str]], machine: Machine,
 
 def pipeline_counts(machine: Machine, training: Training) -> Iterator[int]:
     """How often the whole pipeline may be replicated: its devices fill whole units of each level, or a part of one evenly.
-    With one level, replicated stages say the same more finely."""
+    With one level, replicated stages say the same more finely; with several kinds of devices, the pipelines would differ."""
     size, units = machine.world_size, machine.unit_sizes[:-1]
     for pipelines in range(1, size + 1):
         own = size // pipelines
         aligned = all(own % unit == 0 or unit % own == 0 for unit in units)
         enough = training.schedule == "pipedream" or training.microbatches >= pipelines
-        if pipelines == 1 or (units and size % pipelines == 0 and aligned and enough):
+        alike = len(machine.devices) == 1 and size % pipelines == 0
+        if pipelines == 1 or (units and alike and aligned and enough):
             yield pipelines
 
 
@@ -197,9 +198,9 @@ def _refuse(machine: Machine, training: Training, where: str, any_plan: AnyPlan)
     costs = found.evaluation.stages
     worst = max(range(len(costs)), key=lambda index: costs[index].memory)
     ways = []
-    if not training.recompute:
+    if not training.recompute and where != STRAIGHT:  # such plans can't be run with recompute
         other = _least_memory(machine, replace(training, recompute=True), any_plan)
-        ways.append(f"recompute=True ({amount(_most(other))}B)")
+        ways.append(f"stages that recompute ({amount(_most(other))}B)")
     if training.optimizer_bytes > 0:
         other = _least_memory(machine, replace(training, optimizer_bytes=0.0), any_plan)
         ways.append(f"an optimizer without state ({amount(_most(other))}B)")

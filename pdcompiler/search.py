@@ -77,6 +77,8 @@ class Search:
 
     def run(self, beat: float) -> tuple[Found | None, float]:
         """A plan that takes less than `beat`, and a bound of all plans of this class; no plan where none is better."""
+        if beat <= 0.0:
+            return None, beat
         if self.by_probes:
             return self._bisect(beat)
         if self.equal_devices and self.any_plan() is None:
@@ -162,7 +164,10 @@ class Search:
 
     def _recur(self, beat: float) -> tuple[Found | None, float]:
         value, found = self._slowest(beat * self.pipelines * (1 - CLOSE))
-        return found, beat if found is None else value / self.pipelines
+        if found is None:
+            return None, beat
+        _, smaller = self._solve(value * (1 + 1e-12), total=True)  # of plans as fast, one with the least in all its stages
+        return smaller or found, value / self.pipelines
 
     def _caps(self, beat: float) -> tuple[Found | None, float]:
         """Branch and bound over the cap on the slowest stage. In an interval (low, high] of it, a step takes at least

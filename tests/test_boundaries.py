@@ -18,7 +18,7 @@ from pdcompiler.core.batch import read_batch
 from pdcompiler.core.ir import Trace, type_of
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Problem
-from pdcompiler.core.plan import Plan, Training
+from pdcompiler.core.plan import SCHEDULE_KINDS, Plan, Training
 from pdcompiler.core.values import Origins
 from pdcompiler.passes.partition.evaluate import evaluate
 from pdcompiler.passes.partition.make_partition import cuts_of, plan_of_cuts
@@ -81,7 +81,7 @@ def other_cuts(cuts: list[int], places: tuple[int, ...]) -> Iterator[list[int]]:
                 yield [*cuts[:index], place, *cuts[index + 1 :]]
 
 
-@pytest.mark.parametrize(("machine", "schedule"), [*itertools.product(("laptop", "h100-servers"), ("gpipe", "1f1b"))])
+@pytest.mark.parametrize(("machine", "schedule"), [*itertools.product(("laptop", "h100-servers"), sorted(SCHEDULE_KINDS))])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_equal_cut_sends_less(name: str, machine: str, schedule: str) -> None:
     for world_size in (2, 3, 4):

@@ -264,12 +264,11 @@ def roomy(nbytes: float) -> Machine:
 def test_a_stage_that_the_memory_does_not_hold_is_refused() -> None:
     """By its cuts and by its words; with the kinds of bytes, and what the best plan would need."""
     for partition in (["head"], said([START, FIRST, SECOND], [HEAD])):
-        text = refused(Tied, partition, machine=roomy(2400))
+        text = refused(Tied, partition, machine=roomy(1700))
         what, parts, *ways = text.splitlines()
-        assert what.startswith("stage 0 of 2 of the given partition needs ") and what.endswith(", the device has 2.3 KiB")
+        assert what.startswith("stage 0 of 2 of the given partition needs ") and what.endswith(", the device has 1.7 KiB")
         assert parts == (
-            "  of it: weights 448 B, gradients 448 B, optimizer 896 B, saved values of 2 microbatches in flight 640 B, "
-            "working memory 192 B"
+            "  of it: weights 448 B, gradients 448 B, saved values of 2 microbatches in flight 640 B, working memory 192 B"
         )
         assert ways[0].startswith("  try: let pdcompiler choose the partition (at most ")
         assert ways[1:] == ["  try: fewer rows in a microbatch", "  try: more devices, or some with more memory"]
@@ -280,8 +279,18 @@ def test_a_memory_that_no_partition_fits_says_what_would() -> None:
     """A given partition has then no better one to propose."""
     text = refused(Tied, None, machine=roomy(1000))
     where = "with all cuts in the model's own order, one rank a stage"
-    assert text.startswith(f"stage 0 of 2 needs 1.6 KiB, the device has 1000 B\n  {where}, no plan needs less; of it: weights ")
+    assert text.startswith(f"stage 0 of 2 needs 1.1 KiB, the device has 1000 B\n  {where}, no plan needs less; of it: weights ")
     assert "try: let pdcompiler choose" not in refused(Tied, ["head"], machine=roomy(1000))
+
+
+@pytest.mark.parametrize("partition", [None, ["head"], said([START, FIRST, SECOND], [HEAD])], ids=["planned", "cuts", "stages"])
+def test_where_only_an_optimizer_without_state_fits_there_is_a_warning(partition: Any) -> None:
+    """`compile` is not told the optimizer, so it refuses no model that SGD could train."""
+    batch: dict[str, Any] = {"example_args": (drawn(8, 4),), "example_target": drawn(8, 4), "loss_fn": F.mse_loss}
+    memory = 1400 if partition is None else 2400
+    told = r"only an optimizer without state fits; with two values .* needs [0-9.]+ KiB, the device has"
+    with pytest.warns(UserWarning, match=told):
+        assert pdcompiler.compile(seeded(Tied), 2, partition=partition, machine=roomy(memory), **batch).partition.stages
 
 
 def test_a_stage_that_the_memory_holds_is_not_refused() -> None:
