@@ -4,7 +4,9 @@ import numpy
 
 from pdcompiler.branching import StraightProblem, plan_straight
 from pdcompiler.core.machine import Device, Level, Machine
+from pdcompiler.core.period import Seconds, drained, period
 from pdcompiler.core.plan import SCHEDULE_KINDS, Training
+from pdcompiler.core.ticks import Ticks
 from pdcompiler.core.workload import Value, Workload
 from pdcompiler.planner import plan, straight_plan
 
@@ -25,6 +27,8 @@ def main() -> None:
     edges, ones = ((0, 1), (0, 2), (1, 3), (2, 3)), numpy.ones(4)
     for spare, most in ((None, numpy.inf), (ones, 3.0)):
         plan_straight(StraightProblem(edges, (((0, 1, 2), 1.0),), ones, 2, spare, ones, most))
+    period(Ticks((1, 1), (1, 0)), Seconds((1.0, 1.0), (2.0, 2.0)))
+    drained((1, 1), (1, 0), 2, Seconds((1.0, 1.0), (2.0, 2.0)))
 
 
 if __name__ == "__main__":
