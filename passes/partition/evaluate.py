@@ -91,7 +91,7 @@ def _stage(
     optimizer, gradients = parameters * training.optimizer_bytes, parameters * training.gradient_bytes
     return StageCost(
         compute, entering, leaving, reduce, seconds,
-        parameters * versions, gradients, optimizer, saved * flights, working, flights, versions,
+        parameters * versions, gradients, optimizer, saved * flights, working, flights, versions, forward,
     )  # fmt: skip
 
 

@@ -32,7 +32,9 @@ def least_depths(ticks: Ticks, seconds: Seconds, most: Sequence[int] | None = No
     target, limits = ideal(ticks, seconds), _limits(ticks, most)
     if any(limit < depth for limit, depth in zip(limits, ticks.depths, strict=True)) or period(ticks, seconds) <= target * NEAR:
         return ticks.depths
-    for _ in range(2):
+    before = -1.0
+    while target > before * NEAR:
+        before = target
         depths: tuple[int, ...] = ticks.depths[-1:]
         for stage in reversed(range(ticks.stages - 1)):
             replicas = ticks.replicas[stage]

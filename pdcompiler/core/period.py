@@ -17,18 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
 
 import numpy
 
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.native import native
+from pdcompiler.core.tick_walk import Walk, advance, mean_seconds, steady_seconds, walk_of
 from pdcompiler.core.ticks import Ticks
-from pdcompiler.core.workload import Floats
 
-Integers: TypeAlias = numpy.ndarray
-
-CLOSE = 1e-7
 MOST_WORK = 1_000_000
 """Ticks x stages of one walk; a period that has not come to rest by then is bounded from above."""
 
@@ -63,13 +58,15 @@ class Seconds:
 
 
 def period(ticks: Ticks, seconds: Seconds) -> float:
-    """Seconds per minibatch in steady state. Never below `ideal`; exact within 1e-7, else from above."""
-    _check(ticks.replicas, seconds)
-    least = ideal(ticks, seconds)
+    """Seconds per minibatch in steady state. Never below `ideal`; exact within 1e-7, or from above where that takes too long. Of
+    an order that repeats after too many ticks, the mean of many."""
     rounds = [ticks.round(stage) for stage in range(ticks.stages)]
     lags = [ticks.lag(stage) for stage in range(ticks.stages)]
     walk = _walk(ticks.replicas, ticks.depths, rounds, lags, seconds)
-    return max(least, _steady(walk, ticks.repeat, max(MOST_WORK // ticks.stages, 4 * ticks.depths[0]), least))
+    least, most = ideal(ticks, seconds), max(MOST_WORK // ticks.stages, 4 * ticks.depths[0])
+    if ticks.repeat > most // 4:
+        return max(least, mean_seconds(walk, min(most, 20 * (ticks.depths[0] + max(rounds)))))
+    return max(least, steady_seconds(walk, ticks.repeat, most, least))
 
 
 def ideal(ticks: Ticks, seconds: Seconds) -> float:
@@ -93,154 +90,16 @@ def ideal(ticks: Ticks, seconds: Seconds) -> float:
 def drained(replicas: Sequence[int], depths: Sequence[int], microbatches: int, seconds: Seconds) -> float:
     """Seconds of a step with a flush: all microbatches in the ticks' order, no update between them, then the sums of gradients.
     The last depth need not be 0; with no depth below `microbatches`, all forwards come first. As core/timing.py says."""
-    _check(replicas, seconds)
     none = [0] * len(replicas)
     walk = _walk(replicas, depths, none, none, seconds)
-    _advance(walk, 0, microbatches + depths[0], microbatches)
+    advance(walk, 0, microbatches + depths[0], microbatches)
     stages = numpy.maximum.reduceat(walk.free, walk.ranks[:-1])
     return float((stages + numpy.array(seconds.reduce)).max())
 
 
-def _check(replicas: Sequence[int], seconds: Seconds) -> None:
-    if len(replicas) != len(seconds.forward):
-        raise CompileError(f"the seconds are of {len(seconds.forward)} stages, the order is of {len(replicas)}")
-
-
-class _Walk(NamedTuple):
-    """ranks: the first of each stage, and their number.   rings: where each stage's gradients that wait begin in `gradients`.
-    rounds: minibatches of an update, 0: there is none.   Then the state: when each rank is free, when the gradients that wait
-    were made, and when the last two updates were."""
-
-    depths: Integers
-    rounds: Integers
-    lags: Integers
-    ranks: Integers
-    rings: Integers
-    forward: Floats
-    backward: Floats
-    forward_transfer: Floats
-    backward_transfer: Floats
-    sums: Floats
-    overlap: bool
-    free: Floats
-    gradients: Floats
-    updated: Floats
-
-
-def _walk(
-    replicas: Sequence[int], depths: Sequence[int], rounds: Sequence[int], lags: Sequence[int], seconds: Seconds
-) -> _Walk:
+def _walk(replicas: Sequence[int], depths: Sequence[int], rounds: Sequence[int], lags: Sequence[int], seconds: Seconds) -> Walk:
     stages = len(seconds.forward)
-    ranks = numpy.cumsum([0, *replicas], dtype=numpy.int64)
-    rings = numpy.cumsum([0, 0, *(depths[s] - depths[s + 1] for s in range(stages - 1))], dtype=numpy.int64)
-    depth, size, lag = (numpy.array(numbers, dtype=numpy.int64) for numbers in (depths, rounds, lags))
-    work = (seconds.forward, seconds.backward, seconds.forward_transfer, seconds.backward_transfer, seconds.reduce)
-    forward, backward, there, back, sums = (numpy.array(numbers, dtype=numpy.float64) for numbers in work)
-    return _Walk(
-        depth, size, lag, ranks, rings, forward, backward, there, back, sums, seconds.overlap,
-        numpy.zeros(ranks[-1]), numpy.zeros(rings[-1]), numpy.zeros((stages, 2)),
-    )  # fmt: skip
-
-
-@native
-def _here(walk: _Walk, free: float, made: float, message: float) -> float:
-    """When a rank that is free has a value that was made."""
-    return max(free, made + message) if walk.overlap else max(free, made) + message
-
-
-@native
-def _advance(walk: _Walk, first: int, end: int, minibatches: int) -> None:
-    """Walk the ticks from `first` up to `end`; there are so many minibatches, -1: no end."""
-    for tick in range(first, end):
-        made = 0.0
-        for stage in range(len(walk.depths)):
-            if minibatches < 0 or tick < minibatches:
-                made = _forward(walk, stage, tick, made)
-            minibatch = tick - walk.depths[stage]
-            if minibatch >= 0 and (minibatches < 0 or minibatch < minibatches):
-                _backward(walk, stage, minibatch)
-
-
-@native
-def _forward(walk: _Walk, stage: int, minibatch: int, made: float) -> float:
-    """When it is done. made: when its input was."""
-    rank = walk.ranks[stage] + minibatch % (walk.ranks[stage + 1] - walk.ranks[stage])
-    start: float = walk.free[rank]
-    if walk.rounds[stage] > 0:
-        version = minibatch // walk.rounds[stage] - walk.lags[stage]
-        if version > 0:
-            start = max(start, walk.updated[stage, version % 2])
-    if stage > 0:
-        start = _here(walk, start, made, walk.forward_transfer[stage - 1])
-    done: float = start + walk.forward[stage]
-    walk.free[rank] = done
-    if not walk.overlap and stage < len(walk.depths) - 1:
-        walk.free[rank] += walk.forward_transfer[stage]
-    return done
-
-
-@native
-def _backward(walk: _Walk, stage: int, minibatch: int) -> None:
-    rank = walk.ranks[stage] + minibatch % (walk.ranks[stage + 1] - walk.ranks[stage])
-    start: float = walk.free[rank]
-    if stage < len(walk.depths) - 1:
-        ring = walk.rings[stage + 2] - walk.rings[stage + 1]
-        made = walk.gradients[walk.rings[stage + 1] + minibatch % ring]
-        start = _here(walk, start, made, walk.backward_transfer[stage])
-    done = start + walk.backward[stage]
-    walk.free[rank] = done
-    if stage > 0:
-        ring = walk.rings[stage + 1] - walk.rings[stage]
-        walk.gradients[walk.rings[stage] + minibatch % ring] = done
-        if not walk.overlap:
-            walk.free[rank] += walk.backward_transfer[stage - 1]
-    size = walk.rounds[stage]
-    if size > 0 and (minibatch + 1) % size == 0:
-        _update(walk, stage, (minibatch + 1) // size)
-
-
-@native
-def _update(walk: _Walk, stage: int, number: int) -> None:
-    """Sum up the gradients once all replicas have theirs; where messages do not overlap, that occupies them."""
-    own = walk.free[walk.ranks[stage] : walk.ranks[stage + 1]]
-    if walk.overlap:
-        walk.updated[stage, number % 2] = max(own.max(), walk.updated[stage, (number + 1) % 2]) + walk.sums[stage]
-    else:
-        own[:] = own.max() + walk.sums[stage]
-        walk.updated[stage, number % 2] = own[0]
-
-
-@native
-def _state(walk: _Walk, tick: int) -> Floats:
-    """All that the ticks from this one on depend on, the gradients that wait in the minibatches' order."""
-    waiting = walk.gradients.copy()
-    for stage in range(1, len(walk.depths)):
-        first, ring = walk.rings[stage], walk.rings[stage + 1] - walk.rings[stage]
-        for place in range(ring):
-            minibatch = tick - walk.depths[stage - 1] + place
-            waiting[first + place] = walk.gradients[first + minibatch % ring]
-    updated = walk.updated.copy()
-    for stage in range(len(walk.depths)):
-        number = (tick - walk.depths[stage]) // walk.rounds[stage]
-        updated[stage, 0], updated[stage, 1] = walk.updated[stage, number % 2], walk.updated[stage, (number + 1) % 2]
-    return numpy.concatenate((walk.free, waiting, updated.ravel()))
-
-
-@native
-def _steady(walk: _Walk, repeat: int, most: int, enough: float) -> float:
-    """Seconds per tick, from above. The ticks repeat, so two states bound the growth from both sides: by the largest and the
-    smallest change of any part. Compared with an older and older state (Brent), since what comes back may take many rounds."""
-    tick = ((walk.depths[0] + 2 * walk.rounds.max()) // repeat + 1) * repeat
-    _advance(walk, 0, tick, -1)
-    old, age, longest = _state(walk, tick), 0, 1
-    low: float = 0.0
-    high: float = numpy.inf
-    while True:
-        _advance(walk, tick, tick + repeat, -1)
-        tick, age = tick + repeat, age + 1
-        change = (_state(walk, tick) - old) / (age * repeat)
-        low, high = max(low, change.min()), min(high, change.max())
-        if high - low <= CLOSE * high or high <= enough * (1 + CLOSE) or tick >= most:
-            return high
-        if age == longest:
-            old, age, longest = _state(walk, tick), 0, 2 * longest
+    if len(replicas) != stages:
+        raise CompileError(f"the seconds are of {stages} stages, the order is of {len(replicas)}")
+    costs = (seconds.forward, seconds.backward, seconds.forward_transfer, seconds.backward_transfer, seconds.reduce)
+    return walk_of(replicas, depths, rounds, lags, costs, seconds.overlap)

@@ -116,7 +116,8 @@ class StageCost:
     """What evaluate() finds for one stage: seconds per microbatch of one pipeline, bytes per device.
 
     compute: forward and backward of one microbatch on one replica.   entering, leaving: the borders' transfers, both ways.
-    reduce: all gradients of one flush or round.   seconds: the stage's time per microbatch, all of these shared out."""
+    reduce: all gradients of one flush or round.   seconds: the stage's time per microbatch, all of these shared out.
+    forward: the part of compute that runs forward, without what is recomputed."""
 
     compute: float
     entering: float
@@ -130,6 +131,7 @@ class StageCost:
     working: float
     in_flight: int
     versions: int
+    forward: float = 0.0
 
     @property
     def memory(self) -> float:
