@@ -59,7 +59,7 @@ class Seconds:
 
 def period(ticks: Ticks, seconds: Seconds) -> float:
     """Seconds per minibatch in steady state. Never below `ideal`; exact within 1e-7, or from above where that takes too long. Of
-    an order that repeats after too many ticks, the mean of many."""
+    an order that repeats after too many ticks, the mean of many: within about a hundredth."""
     rounds = [ticks.round(stage) for stage in range(ticks.stages)]
     lags = [ticks.lag(stage) for stage in range(ticks.stages)]
     walk = _walk(ticks.replicas, ticks.depths, rounds, lags, seconds)

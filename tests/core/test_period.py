@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcompiler import CompileError
+from pdcompiler.core import period as module
 from pdcompiler.core.depths import least_depths
 from pdcompiler.core.period import Seconds, ideal, period
 from pdcompiler.core.ticks import Ticks, Work, pipedream_depths
@@ -155,6 +156,16 @@ def test_least_depths_are_legal_and_no_slower(data: st.DataObject) -> None:
     if seconds.overlap:
         free = Ticks(replicas, least_depths(ticks, seconds))
         assert period(free, seconds) <= ideal(free, seconds) * (1 + 2e-6)
+
+
+def test_an_order_that_repeats_too_late_takes_the_mean_of_many_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,113,121 ticks until it repeats; walked that far, the mean was a hundredth off."""
+    replicas = (101, 103, 107)
+    ticks = Ticks(replicas, pipedream_depths(replicas))
+    mean = period(ticks, proportional(replicas))
+    monkeypatch.setattr(module, "MOST_WORK", 100_000_000)
+    assert ticks.repeat == 101 * 103 * 107 and mean == pytest.approx(period(ticks, proportional(replicas)), rel=0.01)
+    assert period(Ticks(replicas, (1010, 412, 0)), proportional(replicas)) == pytest.approx(3.0)
 
 
 def test_a_sum_of_gradients_stands_in_the_way_of_a_round_but_not_of_a_batch() -> None:
