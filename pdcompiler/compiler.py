@@ -51,7 +51,7 @@ from pdcompiler.passes.stages.split_shared_gradients import split_shared_gradien
 from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
 from pdcompiler.passes.tracing.trace import capture_joint
-from pdcompiler.planner import explain, judge, plan_in_order, straight_plan
+from pdcompiler.planner import explain, judge, plan_in_order, ranked, straight_plan
 from pdcompiler.search import Found
 
 
@@ -101,11 +101,12 @@ def _partition(request: Request, trace: Trace, rows: int) -> Partition:
         return request.partition
     problem = make_problem(trace, machine, rows)
     if request.partition is None:
-        found = straight_plan(problem.workload, machine, request.training)
+        found = ranked(straight_plan(problem.workload, machine, request.training), machine, request.training)
     else:
         chosen = plan_of_cuts(problem, cuts_at_modules(problem, request.partition))
         found = judge(chosen, problem.workload, machine, request.training)
         check_memory(found.evaluation, problem.workload, machine, request.training)
+        found = ranked(found, machine, request.training)
     return explained(request.model, trace, problem, found, machine, request.training)
 
 
@@ -130,10 +131,12 @@ def plan_partition(request: Request, trace: Trace, microbatch_rows: Sequence[int
         training = replace(request.training, microbatches=-(-batch_rows // rows))
         try:
             problem, found = plan_in_order(problem, machine, training)
+            found = ranked(found, machine, training)
         except CompileError as error:
             refusal = refusal or error  # with the fewest rows it takes the least memory
             continue
-        seconds = found.evaluation.seconds * (1 if training.flushes else training.microbatches)  # of the whole batch
+        assert found.walked is not None
+        seconds = found.walked * (1 if training.flushes else training.microbatches)  # of the whole batch
         if seconds < least:
             least, best = seconds, (problem, found, training)
     if best is None:

@@ -12,7 +12,8 @@ from pdcompiler.core.explanation import amount
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.plan import Evaluation, Training
 from pdcompiler.core.workload import Workload
-from pdcompiler.planner import memory_parts, straight_plan
+from pdcompiler.planner import straight_plan
+from pdcompiler.refusal import memory_parts
 
 
 def knows_memory(machine: Machine) -> bool:

@@ -8,18 +8,17 @@ One device and pure data parallelism are plans with one stage, so they are alway
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 import numpy
 
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.explanation import Border, Explanation, amount
+from pdcompiler.core.explanation import Border, Explanation
 from pdcompiler.core.lattice import graph_of
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Problem
-from pdcompiler.core.plan import Plan, PlannedStage, StageCost, Training
+from pdcompiler.core.plan import Plan, PlannedStage, Training
 from pdcompiler.core.spans import Spans
 from pdcompiler.core.workload import Workload
 from pdcompiler.core.workload import in_order as reordered
@@ -30,6 +29,8 @@ from pdcompiler.passes.partition.lattice_spans import lattice_spans
 from pdcompiler.passes.partition.orders import depth_first_orders
 from pdcompiler.passes.partition.spans import chain_spans
 from pdcompiler.passes.partition.thin import narrow_parts
+from pdcompiler.ranking import best_of
+from pdcompiler.refusal import refuse
 from pdcompiler.search import Found, Search, work_bound
 
 STRAIGHT = "all cuts in the model's own order, one rank a stage"
@@ -38,6 +39,8 @@ ALL = "all stages with which no value goes back"
 MOST_LATTICE = 20_000
 FEWEST_PLACES, MOST_PLACES = 100, 400
 """Where a stage may begin, for plans of traces: the more the fewer devices and replicas there are."""
+FEW, NEAR = 8, 1.1
+"""How many plans are walked beside the best, and how much longer they may take by the formula."""
 ORDERS = 12
 """Of a graph with more states than MOST_LATTICE."""
 
@@ -50,7 +53,7 @@ def plan(workload: Workload, machine: Machine, training: Training, *, in_order: 
     """
     classes = [(chain_spans(workload), where or IN_ORDER)] if in_order else candidate_stages(workload)
     best = _best(workload, classes, machine, training)
-    return best or _refuse(machine, training, classes[0][1], lambda *other: _any(workload, classes, *other))
+    return best or refuse(machine, training, classes[0][1], lambda *other: _any(workload, classes, *other))
 
 
 def candidate_stages(workload: Workload) -> list[tuple[Spans, str]]:
@@ -86,10 +89,14 @@ def straight_plan(workload: Workload, machine: Machine, training: Training) -> F
             ways_out=(f"world_size={most} or less",),
         )
     spans = chain_spans(workload)
-    found, bound = Search(workload, spans, machine, training, straight=True).run(numpy.inf)
+    search = Search(workload, spans, machine, training, straight=True)
+    found, bound = search.run(numpy.inf)
     if found is None:
-        return _refuse(machine, training, STRAIGHT, lambda m, t: Search(workload, spans, m, t, straight=True).any_plan())
-    return replace(found, bound=min(bound, found.evaluation.seconds), how=STRAIGHT)
+        return refuse(
+            machine, training, STRAIGHT, lambda m, t: Search(workload, spans, m, t, straight=True).any_plan(), may_recompute=False
+        )
+    others = near(found, search.seen)
+    return replace(found, bound=min(bound, found.evaluation.seconds), how=STRAIGHT, others=others)
 
 
 def plan_in_order(problem: Problem, machine: Machine, training: Training) -> tuple[Problem, Found]:
@@ -108,17 +115,40 @@ def plan_in_order(problem: Problem, machine: Machine, training: Training) -> tup
 
 def _best(workload: Workload, classes: list[tuple[Spans, str]], machine: Machine, training: Training) -> Found | None:
     best: Found | None = None
-    bounds = []
+    bounds, seen = [], list[Found]()
     for spans, how in classes:
         for pipelines in pipeline_counts(machine, training):
             search = Search(workload, spans, machine, training, pipelines)
             found, bound = search.run(best.evaluation.seconds if best else numpy.inf)
             bounds.append(bound if search.all_degrees else work_bound(workload, machine, training))
             best = replace(found, how=f"{how}, {search.replications()}") if found else best
+            seen += search.seen
     if best is None:
         return None
     bound = min(bounds) if len(classes) == 1 else work_bound(workload, machine, training)
-    return replace(best, bound=min(bound, best.evaluation.seconds))
+    return replace(best, bound=min(bound, best.evaluation.seconds), others=near(best, seen))
+
+
+def near(best: Found, seen: list[Found]) -> tuple[Found, ...]:
+    """The best few of the plans that a search saw on its way, apart from the best of all."""
+    most = best.evaluation.seconds * NEAR
+    few = {found.plan: found for found in seen if found.evaluation.fits and found.evaluation.seconds <= most}
+    few.pop(best.plan, None)
+    return tuple(sorted(few.values(), key=lambda found: found.evaluation.seconds)[:FEW])
+
+
+def ranked(found: Found, machine: Machine, training: Training) -> Found:
+    """Of a plan and those nearly as good, the one that is the fastest when it is walked as its ranks will run it. Raises
+    CompileError where an update has too few microbatches for each of them."""
+    chosen, walk = best_of((found, *found.others), machine, training)
+    if walk.seconds == numpy.inf:
+        assert walk.depths is not None
+        least = walk.depths[0] * chosen.plan.pipelines
+        raise CompileError(
+            f"{training.schedule} has {training.microbatches} microbatches an update, the plan {chosen.plan} needs {least}",
+            ways_out=(f"{least} microbatches or more", "schedule pipedream, or one that flushes"),
+        )
+    return replace(chosen, bound=found.bound, how=found.how, walked=walk.seconds, depths=walk.depths)
 
 
 def _any(workload: Workload, classes: list[tuple[Spans, str]], machine: Machine, training: Training) -> Found | None:
@@ -174,6 +204,7 @@ def explain(found: Found, workload: Workload, machine: Machine, training: Traini
         machine.name, machine.world_size, _known(machine.devices[0][0].memory_bytes), training.schedule, training.microbatches,
         workload.rows, found.evaluation.seconds, found.bound, found.how,
         seconds(Plan((PlannedStage(every),))), seconds(Plan((PlannedStage(every, machine.world_size),))), tuple(borders),
+        found.walked, found.depths,
     )  # fmt: skip
 
 
@@ -187,58 +218,3 @@ def _moved(own: Plan, index: int, before: tuple[int, ...], after: tuple[int, ...
         return None
     pair = (replace(own.stages[index], layers=before), replace(own.stages[index + 1], layers=after))
     return replace(own, stages=(*own.stages[:index], *pair, *own.stages[index + 2 :]))
-
-
-AnyPlan: TypeAlias = Callable[[Machine, Training], Found | None]
-
-
-def _refuse(machine: Machine, training: Training, where: str, any_plan: AnyPlan) -> Found:
-    """Say which stage lacks how much memory in the plan that needs least of it, and what would need less."""
-    found = _least_memory(machine, training, any_plan)
-    costs = found.evaluation.stages
-    worst = max(range(len(costs)), key=lambda index: costs[index].memory)
-    ways = []
-    if not training.recompute and where != STRAIGHT:  # such plans can't be run with recompute
-        other = _least_memory(machine, replace(training, recompute=True), any_plan)
-        ways.append(f"stages that recompute ({amount(_most(other))}B)")
-    if training.optimizer_bytes > 0:
-        other = _least_memory(machine, replace(training, optimizer_bytes=0.0), any_plan)
-        ways.append(f"an optimizer without state ({amount(_most(other))}B)")
-    raise CompileError(
-        f"stage {worst} of {len(costs)} needs {amount(costs[worst].memory)}B, "
-        f"the device has {amount(machine.devices[0][0].memory_bytes)}B\n"
-        f"  with {where}, no plan needs less; of it: {memory_parts(costs[worst])}",
-        ways_out=(*ways, "fewer rows in a microbatch", "more devices, or some with more memory"),
-    )
-
-
-def _least_memory(machine: Machine, training: Training, any_plan: AnyPlan) -> Found:
-    """A plan whose fullest device is as empty as it can be, within a thousandth."""
-    low, high, found = 0.0, 1.0, None
-    while found is None:
-        high *= 4
-        found = any_plan(_with_memory(machine, high), training)
-    high = min(high, _most(found) / machine.devices[0][0].memory_bytes)
-    while high > low * 1.001:
-        middle = (low + high) / 2
-        other = any_plan(_with_memory(machine, middle), training)
-        low, high, found = (middle, high, found) if other is None else (low, middle, other)
-    return found
-
-
-def _with_memory(machine: Machine, factor: float) -> Machine:
-    kinds = tuple((replace(device, memory_bytes=device.memory_bytes * factor), count) for device, count in machine.devices)
-    return replace(machine, devices=kinds)
-
-
-def _most(found: Found) -> float:
-    return max(cost.memory for cost in found.evaluation.stages)
-
-
-def memory_parts(cost: StageCost) -> str:
-    """A stage's memory by kind, in words."""
-    named = {
-        "weights": cost.weights, "gradients": cost.gradients, "optimizer": cost.optimizer,
-        f"saved values of {cost.in_flight} microbatches in flight": cost.saved, "working memory": cost.working,
-    }  # fmt: skip
-    return ", ".join(f"{name} {amount(nbytes)}B" for name, nbytes in named.items() if nbytes)

@@ -39,12 +39,16 @@ MOST_SEARCHED = 2e8
 @dataclass(frozen=True)
 class Found:
     """A plan and what it takes. bound: seconds below which there is no plan of the class that was searched.   how: the class,
-    and what was not searched, in words."""
+    and what was not searched, in words.   others: plans nearly as good, best first.   walked: seconds, as `ranking.py` finds
+    them.   depths: of an asynchronous plan, which it is walked with."""
 
     plan: Plan
     evaluation: Evaluation
     bound: float
     how: str
+    others: tuple[Found, ...] = ()
+    walked: float | None = None
+    depths: tuple[int, ...] | None = None
 
     @property
     def gap(self) -> float:
@@ -74,6 +78,7 @@ class Search:
             self.degrees, self.all_degrees = degrees_of(spans, self.devices, most)
         self.one_each = OneEach(spans, self.terms, self.devices, recompute=training.recompute) if straight else None
         self.steps = 0
+        self.seen: list[Found] = []
 
     def run(self, beat: float) -> tuple[Found | None, float]:
         """A plan that takes less than `beat`, and a bound of all plans of this class; no plan where none is better."""
@@ -97,7 +102,8 @@ class Search:
         planned = tuple(PlannedStage(self.spans.layers(c.pair), c.replicas, c.recompute) for c in stages)
         made = Plan(planned, self.pipelines)
         evaluation = evaluate(made, self.workload, self.machine, self.training)
-        return Found(made, evaluation, 0.0, "")
+        self.seen.append(Found(made, evaluation, 0.0, ""))
+        return self.seen[-1]
 
     def _fewer_degrees(self) -> numpy.ndarray | None:
         return None if len(self.degrees) == self.devices else self.degrees

@@ -269,3 +269,10 @@ def test_an_asynchronous_plan_takes_the_rows_with_which_the_whole_batch_is_done_
     assert plan(*asked).exit_code == 0
     why = Partition.load(tmp_path / "plan.json").explanation
     assert why is not None and why.microbatches <= 4
+
+
+def test_an_update_with_too_few_microbatches_for_its_pipeline_is_refused(machine: str) -> None:
+    """PipeDream-2BW needs as many as are in flight on the first stage."""
+    done = plan("--machine", machine, "--schedule", "pipedream-2bw", "--microbatches", "2", "--memory", "230kB")
+    assert done.exit_code == 1
+    assert "pipedream-2bw has 2 microbatches an update, the plan 1-1-1-1 needs 3" in done.stderr

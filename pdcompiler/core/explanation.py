@@ -25,7 +25,8 @@ class Border:
 class Explanation:
     """seconds: of a step of `microbatches` microbatches of `rows` rows (asynchronous schedules: of one microbatch).   bound: no
     plan is faster, among those that `how` names.   one_device, data_parallel: seconds of those plans; None: the memory is too
-    small.   memory_bytes: of a device, None: not known."""
+    small.   memory_bytes: of a device, None: not known.   walked: seconds, when every action of the schedule is walked (beside
+    `seconds`, which a formula gives); None: not walked.   depths: of an asynchronous schedule, by stage."""
 
     machine: str
     devices: int
@@ -39,6 +40,8 @@ class Explanation:
     one_device: float | None
     data_parallel: float | None
     borders: tuple[Border, ...] = ()
+    walked: float | None = None
+    depths: tuple[int, ...] | None = None
 
     @property
     def gap(self) -> float:
@@ -52,13 +55,17 @@ class Explanation:
     @staticmethod
     def from_data(data: dict[str, Any]) -> Explanation:
         """The inverse of `to_data`."""
-        return Explanation(**{**data, "borders": tuple(Border(**border) for border in data["borders"])})
+        borders, depths = tuple(Border(**border) for border in data["borders"]), data.get("depths")
+        return Explanation(**{**data, "borders": borders, "depths": None if depths is None else tuple(depths)})
 
     def lines(self) -> list[str]:
         """What `print(pipe.partition)` says below its table."""
         what = "step" if self.schedule in ("gpipe", "1f1b") else "microbatch"
         best = "the best" if self.gap <= 1e-6 else f"at most {self.gap:.1%} above the best"
         found = [f"one {what} of {self.schedule} takes {seconds(self.seconds)}: {best} of {self.how}"]
+        if self.walked is not None:
+            depths = f", with depths {'-'.join(map(str, self.depths))}" if self.depths else ""
+            found.append(f"walked action by action: {seconds(self.walked)}{depths}")
         for name, other in (("one device", self.one_device), ("data parallelism", self.data_parallel)):
             takes = "not enough memory" if other is None else f"{seconds(other)}, {_compared(other, self.seconds)}"
             found.append(f"{name}: {takes}")

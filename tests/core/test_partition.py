@@ -20,7 +20,7 @@ ROW = re.compile(r"^\| (partition|stage|cost|explanation|border) \| `(\w+)` \| ?
 
 COST = StageCost(0.1, 0.0, 0.03, 0.4, 0.25, 1e9, 1e9, 2e9, 3.5e8, 1e7, 3, 2)
 BORDER = Border("layers.1#1", 1e6 / 3, None, 2.5)
-WHY = Explanation("two servers", 4, None, "pipedream", 8, 2, 0.25, 0.2, "all cuts", None, 0.75, (BORDER,))
+WHY = Explanation("two servers", 4, None, "pipedream", 8, 2, 0.25, 0.2, "all cuts", None, 0.75, (BORDER,), 0.27, (4, 2, 0))
 FIRST = StagePlan(("embed.weight", "é"), (ModuleCall("embed"), ModuleCall("layers.1", 1)), 400, 0.1, 333333, 3, True, COST)
 SECOND = StagePlan(("head.weight", "embed.weight"), ())
 FULL = Partition((FIRST, SECOND), "0123456789abcdef", 2, WHY)
