@@ -2,9 +2,10 @@
 
 GPT, ResNet and LSTM models on two ranks, gloo, one thread pinned to one core each, 1f1b with 8 microbatches, several cuts. Costs
 are measured in the same run: the link and the memory by `Machine.measure`, the operations by `passes/tracing/profile.py` on both
-ranks at once (or, with --costs functions, each stage's functions in steps of their own, between those that are timed).
-`core/timing.py` walks the schedule with them; a backward also adds up its gradients, which moves three times its parameters'
-bytes.
+ranks at once, by turns with the timed steps, each of which is compared with the profiles right before and after it (or, with --costs
+functions, each stage's functions in steps of their own, between those that are timed). `core/timing.py` walks the schedule with
+them; a backward also adds up its gradients, which moves three times its parameters' bytes; and a step takes what one of a model with
+two tiny layers takes beyond its messages.
 
     python benchmarks/prediction.py [--steps 30] [--machine FILE] [--costs functions] [--check]
 
@@ -23,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -42,8 +43,11 @@ from pdcompiler.core.machine import Device, Machine
 from pdcompiler.core.timing import Timing, timing
 from pdcompiler.core.value_type import estimate
 from pdcompiler.passes.stages.assign_stages import assign_stages
+from pdcompiler.passes.tracing.profile import apply_profile, profile_trace
 
 RANKS, WARM_UP, BAR = 2, 3, 0.15
+ROUNDS, REPETITIONS = 5, 4
+"""How often profiles and timed steps take turns; runs of each profile."""
 HOOKED_EVERY = 3
 """One in so many steps is for the costs, the others are timed."""
 
@@ -89,25 +93,20 @@ class Profiler:
     def __init__(self, pipe: pdcompiler.Pipeline, data: Tensor, target: Tensor, device: Device) -> None:
         self.pipe, self.device, self.rows = pipe, device, len(data) // MICROBATCHES
         self.batch = read_batch(pipe.request.model, (data,), {}, target, None)
-        self.taken: list[tuple[float, float]] = []
+        self.trace = trace_model(pipe.request, self.batch, rows=self.rows, symbolic=False, gradients=True)
+        assign_stages(self.trace, self.pipe.partition)
 
-    def run(self) -> None:
-        """Profile once more: before and after the timed steps, in case other work comes or goes."""
-        from pdcompiler.passes.tracing.profile import apply_profile, profile_trace
-
-        request, options = self.pipe.request, {"rows": self.rows, "fingerprint": ""}
-        trace = trace_model(request, self.batch, rows=self.rows, symbolic=False, gradients=True)
+    def costs(self) -> tuple[float, float]:
+        """Of one more profile."""
+        request, trace = self.pipe.request, self.trace
         dist.barrier()
-        profile = profile_trace(trace, request.model, self.batch, loss_fn=request.loss_fn, **options)
-        assign_stages(apply_profile(trace, profile=profile, device=self.device, fingerprint=""), self.pipe.partition)
+        profile = profile_trace(
+            trace, request.model, self.batch, loss_fn=request.loss_fn, rows=self.rows, fingerprint="", repetitions=REPETITIONS
+        )
+        apply_profile(trace, profile=profile, device=self.device, fingerprint="")
         own = [node for node in trace.graph.nodes if node.op == "call_function" and stage_of(node) == dist.get_rank()]
         sides = ([node for node in own if is_backward(node) == side] for side in (False, True))
         forward, backward = (sum(estimate(cost_of(node).seconds or 0.0, self.rows) for node in side) for side in sides)
-        self.taken.append((forward, backward))
-
-    def costs(self) -> tuple[float, float]:
-        """The mean of the profiles."""
-        forward, backward = map(statistics.fmean, zip(*self.taken, strict=True))
         return forward, backward
 
 
@@ -152,13 +151,35 @@ class Row:
     bubble: float
     predicted: float
     measured: float
-
-    @property
-    def residual(self) -> float:
-        return self.predicted / self.measured - 1
+    residual: float
 
 
-def rows_of(case: Case, machine: Machine, steps: int, costs: str) -> Iterator[Row]:
+def stepper(pipe: pdcompiler.Pipeline, data: Tensor, target: Tensor) -> Callable[[], None]:
+    """A training step, warmed up."""
+
+    def step() -> None:
+        pipe.zero_grad()
+        pipe.step(data, target=target)
+
+    for _ in range(WARM_UP):
+        step()
+    return step
+
+
+def empty_step(machine: Machine, steps: int) -> float:
+    """What a step takes whose stages compute nothing, beyond its messages."""
+    data, target = torch.randn(2, MICROBATCHES, 4)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    pipe = pdcompiler.compile(
+        model, RANKS, example_args=(data,), example_target=target, loss_fn=torch.nn.functional.mse_loss, schedule="1f1b",
+        microbatches=MICROBATCHES, partition=["1"], machine=machine,
+    )  # fmt: skip
+    step = stepper(pipe, data, target)
+    measured = statistics.median(seconds_of(step) for _ in range(steps))
+    return max(0.0, measured - predict(pipe, machine, [0.0] * RANKS, [0.0] * RANKS).finish)
+
+
+def rows_of(case: Case, machine: Machine, steps: int, costs: str, empty: float) -> Iterator[Row]:
     """Measure and predict each cut of a model."""
     for cut in case.cuts:
         torch.manual_seed(0)
@@ -167,28 +188,48 @@ def rows_of(case: Case, machine: Machine, steps: int, costs: str) -> Iterator[Ro
             case.make(), RANKS, example_args=(data,), example_target=target, loss_fn=case.loss_fn, schedule="1f1b",
             microbatches=MICROBATCHES, partition=[cut], machine=machine,
         )  # fmt: skip
-        clock, measured = Clock(pipe), []
+        step = stepper(pipe, data, target)
+        by_turns = by_profiles if costs == "profile" else by_functions
+        rounds = []
+        for forward, backward, measured in by_turns(pipe, step, steps, data, target, machine):
+            expected = predict(pipe, machine, forward, backward)
+            rounds.append((forward, backward, max(expected.bubble), expected.finish + empty, measured))
+        residual = statistics.median(predicted / measured - 1 for *_, predicted, measured in rounds)
+        forward, backward, *_ = rounds[len(rounds) // 2]
+        bubble, predicted, measured = (statistics.median(values) for values in list(zip(*rounds, strict=True))[2:])
+        yield Row(case.name, cut, forward, backward, bubble, predicted, measured, residual)
 
-        def step(pipe: pdcompiler.Pipeline = pipe, data: Tensor = data, target: Tensor = target) -> None:
-            pipe.zero_grad()
-            pipe.step(data, target=target)
 
-        for _ in range(WARM_UP):
-            step()
-        profiler = Profiler(pipe, data, target, machine.device_of(0)) if costs == "profile" else None
-        if profiler is not None:
-            profiler.run()
-        for number in range(steps):
-            if number % HOOKED_EVERY:
-                measured.append(seconds_of(step))
-            else:
-                dist.barrier()
-                clock.run(step)
-        if profiler is not None:
-            profiler.run()
-        forward, backward = of_all_ranks(function_costs(clock) if profiler is None else profiler.costs())
-        expected = predict(pipe, machine, forward, backward)
-        yield Row(case.name, cut, forward, backward, max(expected.bubble), expected.finish, statistics.median(measured))
+Turns: TypeAlias = Iterator[tuple[list[float], list[float], float]]
+"""Of each round: forward and backward seconds of each stage, and the measured seconds of a step."""
+
+
+def by_profiles(
+    pipe: pdcompiler.Pipeline, step: Callable[[], None], steps: int, data: Tensor, target: Tensor, machine: Machine
+) -> Turns:
+    """Each round of steps between two profiles, whose mean is its costs."""
+    profiler = Profiler(pipe, data, target, machine.device_of(0))
+    before = profiler.costs()
+    for _ in range(ROUNDS):
+        measured = statistics.median(seconds_of(step) for _ in range(max(1, steps // ROUNDS)))
+        after = profiler.costs()
+        forward, backward = (statistics.fmean(pair) for pair in zip(before, after, strict=True))
+        yield *of_all_ranks((forward, backward)), measured
+        before = after
+
+
+def by_functions(
+    pipe: pdcompiler.Pipeline, step: Callable[[], None], steps: int, data: Tensor, target: Tensor, machine: Machine
+) -> Turns:
+    """One round, in which some steps have a clock and the others are timed."""
+    clock, measured = Clock(pipe), []
+    for number in range(steps):
+        if number % HOOKED_EVERY:
+            measured.append(seconds_of(step))
+        else:
+            dist.barrier()
+            clock.run(step)
+    yield *of_all_ranks(function_costs(clock)), statistics.median(measured)
 
 
 def main(machine: Machine, steps: int, costs: str, check: bool) -> int:
@@ -202,10 +243,11 @@ def main(machine: Machine, steps: int, costs: str, check: bool) -> int:
     console = Console(quiet=rank != 0, width=130, highlight=False)
     link = f"{machine.link_latency_seconds * 1e6:.0f} us and {machine.link_bytes_per_second / 1e9:.2f} GB/s"
     columns = ("model", "cut", "stage 0", "stage 1", "bubble", "predicted", "measured", "residual")
-    title = f"{RANKS} ranks, {MICROBATCHES} microbatches; a message takes {link}; stages: forward + backward of a microbatch"
+    empty = empty_step(machine, steps)
+    title = f"{RANKS} ranks, {MICROBATCHES} microbatches; a message takes {link}, an empty step {empty * 1e3:.1f} ms more"
     table, residuals = Table(*columns, title=title, title_justify="left"), []
     for case in CASES:
-        for row in rows_of(case, machine, steps, costs):
+        for row in rows_of(case, machine, steps, costs, empty):
             stages = [f"{f * 1e3:.2f} + {b * 1e3:.2f} ms" for f, b in zip(row.forward, row.backward, strict=True)]
             times = [f"{seconds * 1e3:.1f} ms" for seconds in (row.bubble, row.predicted, row.measured)]
             table.add_row(row.case, row.cut.removeprefix("whole.resnet."), *stages, *times, f"{row.residual:+.1%}")
