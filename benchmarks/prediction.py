@@ -2,10 +2,10 @@
 
 GPT, ResNet and LSTM models on two ranks, gloo, one thread pinned to one core each, 1f1b with 8 microbatches, several cuts. Costs
 are measured in the same run: the link and the memory by `Machine.measure`, the operations by `passes/tracing/profile.py` on both
-ranks at once, by turns with the timed steps, each of which is compared with the profiles right before and after it (or, with --costs
-functions, each stage's functions in steps of their own, between those that are timed). `core/timing.py` walks the schedule with
-them; a backward also adds up its gradients, which moves three times its parameters' bytes; and a step takes what one of a model with
-two tiny layers takes beyond its messages.
+ranks at once, by turns with the timed steps, each of which is compared with the profiles right before and after it (or, with
+--costs functions, each stage's functions in steps of their own, between those that are timed). `core/timing.py` walks the
+schedule with them; a backward also adds up its gradients, which moves three times its parameters' bytes; and a step takes what
+one of a model with two tiny layers takes beyond its messages.
 
     python benchmarks/prediction.py [--steps 30] [--machine FILE] [--costs functions] [--check]
 

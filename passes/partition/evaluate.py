@@ -77,7 +77,7 @@ def _stage(
     leaving = _transfer(leaving_bytes, machine, first - 1) if leaving_bytes else 0.0
     parameters, saved = float(workload.parameters[layers].sum()), float(workload.saved[layers].sum())
     reduce = _reduce(replicas, parameters, _level(machine, first, last), training)
-    reduce += _reduce(plan.pipelines, parameters, _level(machine, 0, plan.devices - 1), training)
+    reduce += _reduce(plan.pipelines, parameters, _level(machine, 0, _last_device(plan, machine)), training)
     share = training.share(replicas)
     shared = reduce / (replicas if training.schedule == "pipedream" else training.microbatches)
     if machine.overlap:
@@ -101,6 +101,12 @@ def _ranges(plan: Plan) -> Iterator[tuple[int, int]]:
     for stage in plan.stages:
         first -= stage.replicas
         yield first, first + stage.replicas - 1
+
+
+def _last_device(plan: Plan, machine: Machine) -> int:
+    """Of all pipelines, counted from the machine's end: each stands at the end of its part of the machine."""
+    apart = machine.world_size // plan.pipelines
+    return (plan.pipelines - 1) * apart + plan.devices // plan.pipelines - 1
 
 
 def _border_bytes(plan: Plan, workload: Workload) -> list[tuple[float, float]]:

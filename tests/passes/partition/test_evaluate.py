@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.machine import Device, Machine
+from pdcompiler.core.machine import Device, Level, Machine
 from pdcompiler.core.plan import Plan, PlannedStage, Training
 from pdcompiler.core.workload import Value, Workload
 from pdcompiler.passes.partition.evaluate import evaluate
@@ -49,3 +49,13 @@ def test_a_plan_that_the_memory_does_not_hold_does_not_fit() -> None:
     assert judged.fits and [cost.memory for cost in judged.stages] == [1 + 1 + 2 + 2 + 1 + 4, 2 + 2 + 4 + 2 + 1 + 4]
     kinds = tuple((replace(device, memory_bytes=14.9), count) for device, count in MACHINE.devices)
     assert not evaluate(chosen, ROW, replace(MACHINE, devices=kinds), training).fits
+
+
+def test_pipelines_that_leave_devices_idle_stand_apart() -> None:
+    """Two pipelines of one device each, on two servers of two: their gradients cross the servers' link."""
+    layer = Workload(("layer",), numpy.zeros((1, 1)), numpy.ones((1, 1)), numpy.ones(1), numpy.zeros(1), numpy.zeros(1), ())
+    levels = (Level("inner", 2, 1.0, 0.0), Level("outer", 2, 0.5, 0.0))
+    machine = Machine("servers", levels, ((Device("device", 1.0, 1.0, 1e9), 4),), overlap=False)
+    training = Training("pipedream-2bw", microbatches=3, optimizer_bytes=0.0)
+    assert evaluate(Plan((PlannedStage((0,)),), 2), layer, machine, training).seconds == pytest.approx((1 + 1 / 0.5 / 2) / 2)
+    assert evaluate(Plan((PlannedStage((0,), 2),), 1), layer, machine, training).seconds == pytest.approx(2 / 3 + 1 / 3)
