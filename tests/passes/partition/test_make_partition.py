@@ -61,6 +61,7 @@ def test_it_prints_as_a_table_with_reasons() -> None:
         "0      first    0      160 B       50%    160 B  258 ns   120 us     1.2 KiB  100%",
         "1      second   1      144 B       50%    0 B    253 ns   120 us     976 B    100%",
         "one step of 1f1b takes 1.08 ms: the best of all cuts in the model's own order, one rank a stage",
+        "walked action by action: 964 us",
         "one device: 4.09 us, 265 x as fast",
         "data parallelism: 122 us, 8.87 x as fast",
         "border before second: sends 160 B; no other cut",
