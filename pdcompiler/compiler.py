@@ -101,12 +101,12 @@ def _partition(request: Request, trace: Trace, rows: int) -> Partition:
         return request.partition
     problem = make_problem(trace, machine, rows)
     if request.partition is None:
-        found = ranked(straight_plan(problem.workload, machine, request.training), machine, request.training)
+        found = straight_plan(problem.workload, machine, request.training)
     else:
         chosen = plan_of_cuts(problem, cuts_at_modules(problem, request.partition))
         found = judge(chosen, problem.workload, machine, request.training)
         check_memory(found.evaluation, problem.workload, machine, request.training)
-        found = ranked(found, machine, request.training)
+    found = ranked(found, machine, request.training)
     return explained(request.model, trace, problem, found, machine, request.training)
 
 

@@ -65,7 +65,7 @@ def _better(found: Found, own: Walked, other: Found, best: Walked) -> bool:
 
 def walked(plan: Plan, evaluation: Evaluation, machine: Machine, training: Training) -> Walked:
     """What the plan takes, walked: one of its pipelines, with its part of the microbatches."""
-    own = replace(training, microbatches=-(-training.microbatches // plan.pipelines))
+    own = training.of_one(plan.pipelines)
     seconds = seconds_of(evaluation, machine)
     if not training.flushes:
         return _asynchronous(plan, evaluation, machine, own, seconds)

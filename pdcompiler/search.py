@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy
 
@@ -72,7 +72,7 @@ class Search:
         self.terms: Terms = terms_of(machine, training, pipelines, self.devices)
         self.equal_devices = len(machine.devices) == 1 and not straight
         self.by_probes = self.equal_devices and not training.flushes
-        most = replace(training, microbatches=self.terms.microbatches).most_replicas(1 if straight else self.devices)
+        most = training.of_one(pipelines).most_replicas(1 if straight else self.devices)
         self.degrees, self.all_degrees = numpy.arange(1, most + 1), True
         if not self.by_probes:
             self.degrees, self.all_degrees = degrees_of(spans, self.devices, most)
@@ -93,9 +93,7 @@ class Search:
     def any_plan(self) -> Found | None:
         """Some plan that fits the devices' memory, whatever it takes."""
         if self.equal_devices:
-            stages = stages_of(self.spans, self.terms, recompute=self.training.recompute)
-            found = fewest_devices(stages, self.terms, self.devices, UNLIMITED, degrees=self._fewer_degrees())
-            return None if found is None else self._found(found)
+            return self._prober()(UNLIMITED)
         return self._solve(numpy.inf, total=False)[1]
 
     def _found(self, stages: list[Choice]) -> Found:
@@ -105,20 +103,23 @@ class Search:
         self.seen.append(Found(made, evaluation, 0.0, ""))
         return self.seen[-1]
 
-    def _fewer_degrees(self) -> numpy.ndarray | None:
-        return None if len(self.degrees) == self.devices else self.degrees
+    def _prober(self) -> Callable[[float], Found | None]:
+        """A plan in which no stage takes longer than some seconds."""
+        stages = stages_of(self.spans, self.terms, recompute=self.training.recompute)
+        degrees = None if len(self.degrees) == self.devices else self.degrees
+
+        def probe(seconds: float) -> Found | None:
+            found = fewest_devices(stages, self.terms, self.devices, seconds * self.pipelines, degrees=degrees)
+            return None if found is None else self._found(found)
+
+        return probe
 
     def replications(self) -> str:
         """Which are tried, in words."""
         return "any replication" if self.all_degrees else f"replicated {', '.join(map(str, self.degrees))} times"
 
     def _bisect(self, beat: float) -> tuple[Found | None, float]:
-        stages = stages_of(self.spans, self.terms, recompute=self.training.recompute)
-
-        def probe(seconds: float) -> Found | None:
-            found = fewest_devices(stages, self.terms, self.devices, seconds * self.pipelines, degrees=self._fewer_degrees())
-            return None if found is None else self._found(found)
-
+        probe = self._prober()
         low = work_bound(self.workload, self.machine, self.training)
         best = probe(beat * (1 - CLOSE)) if beat < numpy.inf else self._first(probe, low)
         if best is None:

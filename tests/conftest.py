@@ -7,11 +7,13 @@ The cases are run for many schedules and numbers of stages. Of each such matrix 
 import os
 import zlib
 from collections import defaultdict
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 torch.set_num_threads(1)
@@ -43,3 +45,15 @@ def sample_matrices(items: list[pytest.Item]) -> None:
         for item in variants:
             if item is not stays:
                 item.add_marker(pytest.mark.full)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rank 0 of 2, with no way to make a process group."""
+
+    def forbidden(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a process group is made")
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "init_process_group", forbidden)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from math import inf
 
 from pdcompiler.core.machine import Machine
@@ -30,7 +29,7 @@ def all_plans(workload: Workload, machine: Machine, training: Training) -> Itera
     for pipelines in pipeline_counts(machine, training):
         devices = machine.world_size // pipelines
         for stages in cuts(workload, devices):
-            most = replace(training, microbatches=-(-training.microbatches // pipelines)).most_replicas(devices - len(stages) + 1)
+            most = training.of_one(pipelines).most_replicas(devices - len(stages) + 1)
             choices = itertools.product(range(1, most + 1), repeat=len(stages))
             for replicas in choices:
                 if sum(replicas) > devices:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,17 +19,7 @@ import pdcompiler
 from pdcompiler import CompileError, Machine, Partition, Pipeline, Schedule
 from tests.cases.against_loop import drawn, drawn_integers, layers, seeded
 
-
-@pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As rank 0 of 2, with no way to make a process group."""
-
-    def forbidden(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a process group is made")
-
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(dist, "init_process_group", forbidden)
+pytestmark = pytest.mark.usefixtures("launched")
 
 
 def told(call: Callable[[], Any]) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -175,18 +174,6 @@ WRONG: dict[str, tuple[Partition, str]] = {
         "  try: leave it out of stage 0" + PLANNED,
     ),
 }  # fmt: skip
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As rank 0 of 2, with no way to make a process group."""
-
-    def forbidden(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a process group is made")
-
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(dist, "init_process_group", forbidden)
 
 
 def state(model: nn.Module) -> Mapping[str, Any]:

@@ -19,7 +19,6 @@ With several pipelines, each has its part of the microbatches. A value is charge
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.machine import Level, Machine
@@ -30,7 +29,7 @@ from pdcompiler.core.workload import Workload
 def evaluate(plan: Plan, workload: Workload, machine: Machine, training: Training) -> Evaluation:
     """Raises CompileError where the plan is none for this workload and machine."""
     check_plan(plan, workload, machine)
-    own = replace(training, microbatches=-(-training.microbatches // plan.pipelines))
+    own = training.of_one(plan.pipelines)
     devices, borders = list(_ranges(plan)), _border_bytes(plan, workload)
     stages = tuple(_stage(plan, i, devices[i], borders[i], workload, machine, own) for i in range(len(plan.stages)))
     fits = all(cost.memory <= _memory(machine, *devices[i]) for i, cost in enumerate(stages))

@@ -11,7 +11,7 @@ Not here: what a plan costs (`passes/partition/evaluate.py`), and what a Partiti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdcompiler.core.errors import CompileError
 
@@ -47,6 +47,10 @@ class Training:
     def flushes(self) -> bool:
         """Whether all backward work is done before an update."""
         return self.schedule in FLUSHING
+
+    def of_one(self, pipelines: int) -> Training:
+        """What the busiest of some pipelines is planned for: its part of the microbatches."""
+        return replace(self, microbatches=-(-self.microbatches // pipelines))
 
     def share(self, replicas: int) -> float:
         """The part of the microbatches that the busiest of some replicas runs."""

@@ -49,7 +49,7 @@ def terms_of(machine: Machine, training: Training, pipelines: int, devices: int)
     outer = machine.level_of(end - pipelines * devices + 1, end)
     two_versions = training.schedule == "pipedream-2bw"
     return Terms(
-        SCHEDULE_KINDS[training.schedule], -(-training.microbatches // pipelines), pipelines, machine.overlap,
+        SCHEDULE_KINDS[training.schedule], training.of_one(pipelines).microbatches, pipelines, machine.overlap,
         training.reduce_factor, 1.0 + training.gradient_bytes + training.optimizer_bytes + two_versions, outer,
         machine.world_size, numpy.array(machine.unit_sizes, dtype=numpy.int64),
         numpy.array([level.bytes_per_second for level in levels], dtype=numpy.float64),
