@@ -1,6 +1,6 @@
 """What a user is told of a model that cannot be traced or may not be run: the line, what it did, the ways out.
 
-Before any process group is made, as in tests/test_entry.py, whose fixture and helpers this file uses.
+Before any process group is made, as in tests/test_entry.py, whose helpers this file uses.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.cases.against_loop import drawn, seeded
-from tests.test_entry import launched as launched  # a fixture that every test here runs under
 from tests.test_entry import pipeline, stepped, told
+
+pytestmark = pytest.mark.usefixtures("launched")
 
 
 class Doing(nn.Module):
