@@ -7,8 +7,9 @@ fast, and it is no substitute for `Pipeline.verify`, which also says *where* a p
     expected = plain_step(model, args, kwargs, rows_of_microbatches=(2, 2, 2, 1))
     assert_close_by_tensor(actual.grad, expected.gradients["head.weight"], 1e-12, "head.weight")
 
-Random models and whole random cases for property tests come from `pdcompiler.strategies`, random planner problems from
-`pdcompiler.workload_strategies`, both re-exported here.
+For training without flushes, where a minibatch is on older weights, the oracle is `asynchronous_steps`, from `pdcompiler.oracle`.
+Random models and whole random cases for property tests come from `pdcompiler.strategies`, asynchronous ones from
+`pdcompiler.asynchronous_strategies`, random planner problems from `pdcompiler.workload_strategies`, all re-exported here.
 """
 
 import copy
@@ -19,11 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from pdcompiler.asynchronous_strategies import AsynchronousCase as AsynchronousCase
+from pdcompiler.asynchronous_strategies import asynchronous_cases as asynchronous_cases
 from pdcompiler.comparison import assert_close_by_tensor as assert_close_by_tensor
 from pdcompiler.comparison import assert_same as assert_same
 from pdcompiler.comparison import assert_same_parts, detached
 from pdcompiler.comparison import largest_difference as largest_difference
 from pdcompiler.core.printer import show
+from pdcompiler.oracle import AsynchronousResult as AsynchronousResult
+from pdcompiler.oracle import asynchronous_steps as asynchronous_steps
 from pdcompiler.plain import BatchDims as BatchDims
 from pdcompiler.plain import LossFunction as LossFunction
 from pdcompiler.plain import Observed as Observed

@@ -35,7 +35,7 @@ SEES_BOTH_SIDES = {f"pdcompiler/{name}.py" for name in FACE}
 READS_ENVIRONMENT = {"backends/distributed.py", "pdcompiler/compiler.py", "pdcompiler/pipeline.py"}
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
 # For users' tests, so these need the test extra:
-HELPS_TESTS = {f"pdcompiler/{name}.py" for name in ("strategies", "testing", "workload_strategies")}
+HELPS_TESTS = {f"pdcompiler/{name}.py" for name in ("asynchronous_strategies", "strategies", "testing", "workload_strategies")}
 TOUCHES_PRIVATE_TORCH = {"passes/tracing/trace.py"}
 PRIVATE_TORCH = (
     "torch._dynamo",
