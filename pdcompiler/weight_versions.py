@@ -17,7 +17,6 @@ least common multiple of the replicas. Update j + 1 follows minibatches j r_s ..
 Part of the oracle, so nothing of schedules and programs is known here. `core/ticks.py` gets there another way; tests compare.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,13 +61,15 @@ class WeightVersions:
         return self.batch or self.replicas[stage]
 
     def live(self, stage: int, minibatches: int) -> int:
-        """The most versions that one replica needs at once: right after an update it is the newest, and those that its own
-        minibatches without a backward are on, or will be on."""
-        count, size = self.replicas[stage], self.round(stage)
+        """The most versions that a replica needs at once while so many run, and more may come: right after an update, the newest
+        and the older ones that backwards still to come are on."""
         most = 1
-        for newest, replica in itertools.product(range(-(-minibatches // size) + 1), range(count)):
-            ahead = [self.of(stage, t) for t in range(newest * size, minibatches) if t % count == replica]
-            most = max(most, len({newest, *(version for version in ahead if version <= newest)}))
+        for newest in range(minibatches // self.round(stage) + 1):
+            t, needed = newest * self.round(stage), {newest}
+            while (version := self.of(stage, t)) <= newest:
+                needed.add(version)
+                t += 1
+            most = max(most, len(needed))
         return most
 
 

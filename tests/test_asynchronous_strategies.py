@@ -50,11 +50,13 @@ def test_batches_can_be_whole(case: AsynchronousCase) -> None:
     assert all(sum(rows[start : start + case.batch]) == case.rows for start in range(0, case.count, case.batch))
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(asynchronous_cases(most_stages=3))
 def test_the_compiler_cuts_a_model_where_its_stages_begin(case: AsynchronousCase) -> None:
     model, (x, target) = case.model(), case.minibatches()[0]
-    given_stages = {"partition": case.partition, "example_args": (x,), "example_target": target}
-    pipe = pdcompiler.compile(model, len(case.kinds), loss_fn=F.mse_loss, microbatches=1, **given_stages)
+    pipe = pdcompiler.compile(
+        model, len(case.kinds), partition=case.partition, loss_fn=F.mse_loss, example_args=(x,), example_target=target,
+        microbatches=1,
+    )  # fmt: skip
     for stage, module in zip(pipe.partition.stages, model.stages, strict=True):
         assert {id(model.get_parameter(name)) for name in stage.parameters} == {id(p) for p in module.parameters()}

@@ -87,9 +87,14 @@ def gradients(weights: Weights, x: Tensor, target: Tensor) -> Weights:
     return found
 
 
+def first_weights(stages: int) -> list[Weights]:
+    """Of each stage the versions so far."""
+    return [[weight.detach()] for weight in linear(stages).parameters()]
+
+
 def straight(delays: list[int], count: int) -> list[Weights]:
     """w(t+1) = w(t) - rate * gradient of f(w_1(t - delay_1), ..., w_n(t - delay_n)); before minibatch 0 there is w(0)."""
-    w = [[stage.weight.detach()] for stage in linear(len(delays))]  # type: ignore[union-attr]
+    w = first_weights(len(delays))
     for t, (x, target) in enumerate(minibatches(count)):
         old = [versions[max(0, t - delay)] for versions, delay in zip(w, delays, strict=True)]
         for versions, gradient in zip(w, gradients(old, x, target), strict=True):
@@ -117,7 +122,7 @@ def test_vertical_sync_in_closed_form(stages: int) -> None:
 
 def test_2bw_in_closed_form() -> None:
     """W(b+1) = W(b) - rate * mean gradient of f(W(b-1)) over the microbatches of batch b."""
-    w = [[stage.weight.detach()] for stage in linear(3)]  # type: ignore[union-attr]
+    w = first_weights(3)
     parts = minibatches(16)
     for b in range(4):
         old = [versions[max(0, b - 1)] for versions in w]
@@ -130,7 +135,7 @@ def test_2bw_in_closed_form() -> None:
 
 def test_replicas_in_closed_form() -> None:
     """2-1: w_0(j+1) = w_0(j) - rate * mean over t = 2j, 2j+1 of the gradients at w_0(j-1), w_1(t)."""
-    w0, w1 = ([stage.weight.detach()] for stage in linear(2))  # type: ignore[union-attr]
+    w0, w1 = first_weights(2)
     stream = minibatches(12)
     for j in range(6):
         first = []
@@ -222,6 +227,28 @@ def test_statistics_are_the_first_replicas() -> None:
     assert all(torch.equal(result.buffers[f"0.{name}"], buffer) for name, buffer in model.named_buffers())
 
 
+class Tracks(nn.Module):
+    """Its outputs depend on its buffer, which is not even changed in place."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.mean = (self.mean + hidden.detach().mean(0)) / 2
+        return hidden * self.mean
+
+
+def test_after_a_drain_every_replica_has_the_first_ones_buffers() -> None:
+    stream, model = minibatches(6), Tracks()
+    result = asynchronous_steps([Tracks()], stream, replicas=(2,), drains=(4,), optimizer=sgd, loss_fn=F.mse_loss)
+    for t in (0, 2):
+        model(stream[t][0])
+    assert torch.equal(result.losses[5], F.mse_loss(model(stream[5][0]), stream[5][1]))
+
+
 def test_frozen_and_unused_parameters_have_no_gradient() -> None:
     """So weight decay does not touch them, as in plain torch; a stage of them alone still counts its updates."""
     model = case_model(3)
@@ -230,7 +257,7 @@ def test_frozen_and_unused_parameters_have_no_gradient() -> None:
     result = asynchronous_steps(list(model), minibatches(4), optimizer=OPTIMIZERS["momentum"], loss_fn=F.mse_loss, model=model)
     moved = {name for name, value in model.named_parameters() if not torch.equal(result.final_weights[name], value)}
     assert moved == {"0.0.weight", "0.0.bias", "2.0.weight", "2.0.bias"} and len(result.weights[1]) == 5
-    bare = asynchronous_steps(list(case_model(1)[0]), minibatches(2), optimizer=sgd, loss_fn=F.mse_loss)  # type: ignore[arg-type]
+    bare = asynchronous_steps([nn.Linear(4, 4).double(), nn.Tanh()], minibatches(2), optimizer=sgd, loss_fn=F.mse_loss)
     assert bare.weights[1] == [{}, {}, {}]
 
 

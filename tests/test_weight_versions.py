@@ -41,6 +41,11 @@ def test_the_docstring_shows_two_of_them() -> None:
     assert sorted(shown) == sorted(row for _, _, _, rows in TABLES[:2] for row in rows)
 
 
+def test_a_version_that_no_minibatch_is_on_lives_while_it_is_the_newest() -> None:
+    """2-1 with vertical sync: minibatches of stage 1 are on even versions; after update 5 on 2 and 4."""
+    assert rule_of("vertical-sync", (2, 1), None).live(1, 5) == 3
+
+
 @settings(max_examples=100)
 @given(asynchronous_cases(), st.integers(0, 50))
 def test_the_order_by_ticks_has_the_same_versions(case: AsynchronousCase, t: int) -> None:
