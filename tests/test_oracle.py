@@ -1,7 +1,4 @@
-"""The oracle of asynchronous training: the paper's equations in closed form, plain torch where that is equal, what it refuses.
-
-In the closed forms a stage is one matrix, the model `x @ w_0.T @ w_1.T ...`, its loss half the squared error.
-"""
+"""The oracle of asynchronous training: the paper's equations in closed form, plain torch where that is equal, what it refuses."""
 
 import copy
 import functools
@@ -23,29 +20,17 @@ from pdcompiler.testing import (
     asynchronous_steps,
     largest_difference,
 )
-
-RATE = 0.05
-Weights = list[Tensor]
-
-
-def minibatches(count: int, rows: int = 3) -> list[tuple[Tensor, Tensor]]:
-    """The same however many."""
-    generator = torch.Generator().manual_seed(1)
-    drawn = [torch.randn(2, rows, 4, generator=generator, dtype=torch.float64) for _ in range(count)]
-    return [(x, target) for x, target in drawn]
-
-
-def linear(stages: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(stages)]).double()
-
-
-def half_squared(outputs: Tensor, target: Tensor) -> Tensor:
-    return (outputs - target).square().sum() / 2
-
-
-def sgd(weights: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(weights, lr=RATE)
+from tests.closed_forms import (
+    RATE,
+    Weights,
+    half_squared,
+    linear,
+    minibatches,
+    one_batch_behind,
+    one_each,
+    sgd,
+    two_replicas_and_one,
+)
 
 
 def train(model: nn.Sequential, count: int, **options: Any) -> AsynchronousResult:
@@ -75,33 +60,6 @@ def test_after_a_drain_delays_begin_anew_and_versions_go_on() -> None:
 # Closed forms
 
 
-def gradients(weights: Weights, x: Tensor, target: Tensor) -> Weights:
-    """Of half the squared error, by hand: stage s gets (what the later ones make of the error).T @ its input."""
-    inputs = [x]
-    for w in weights:
-        inputs.append(inputs[-1] @ w.T)
-    error, found = inputs.pop() - target, list[Tensor]()
-    for w, read in zip(reversed(weights), reversed(inputs), strict=True):
-        found.insert(0, error.T @ read)
-        error = error @ w
-    return found
-
-
-def first_weights(stages: int) -> list[Weights]:
-    """Of each stage the versions so far."""
-    return [[weight.detach()] for weight in linear(stages).parameters()]
-
-
-def straight(delays: list[int], count: int) -> list[Weights]:
-    """w(t+1) = w(t) - rate * gradient of f(w_1(t - delay_1), ..., w_n(t - delay_n)); before minibatch 0 there is w(0)."""
-    w = first_weights(len(delays))
-    for t, (x, target) in enumerate(minibatches(count)):
-        old = [versions[max(0, t - delay)] for versions, delay in zip(w, delays, strict=True)]
-        for versions, gradient in zip(w, gradients(old, x, target), strict=True):
-            versions.append(versions[t] - RATE * gradient)
-    return w
-
-
 def assert_weights(result: AsynchronousResult, expected: list[Weights], tolerance: float = 1e-12) -> None:
     for stage, (actual, versions) in enumerate(zip(result.weights, expected, strict=True)):
         for version, (weights, closed) in enumerate(zip(actual, versions, strict=True)):
@@ -111,43 +69,27 @@ def assert_weights(result: AsynchronousResult, expected: list[Weights], toleranc
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_stashing_in_closed_form(stages: int) -> None:
     """w(t+1) = w(t) - rate * gradient of f(w_1(t-n+1), w_2(t-n+2), ..., w_n(t))."""
-    assert_weights(train(linear(stages), 12), straight(list(reversed(range(stages))), 12))
+    assert_weights(train(linear(stages), 12), one_each(list(reversed(range(stages))), 12))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_vertical_sync_in_closed_form(stages: int) -> None:
     """w(t+1) = w(t) - rate * gradient of f(w_1(t-n+1), ..., w_n(t-n+1))."""
-    assert_weights(train(linear(stages), 12, semantics="vertical-sync"), straight([stages - 1] * stages, 12))
+    assert_weights(train(linear(stages), 12, semantics="vertical-sync"), one_each([stages - 1] * stages, 12))
 
 
 def test_2bw_in_closed_form() -> None:
-    """W(b+1) = W(b) - rate * mean gradient of f(W(b-1)) over the microbatches of batch b."""
-    w = first_weights(3)
-    parts = minibatches(16)
-    for b in range(4):
-        old = [versions[max(0, b - 1)] for versions in w]
-        of_parts = [gradients(old, *part) for part in parts[4 * b : 4 * b + 4]]
-        for versions, found in zip(w, zip(*of_parts, strict=True), strict=True):
-            versions.append(versions[b] - RATE * sum(found, torch.zeros(())) / 4)
-    assert_weights(train(linear(3), 16, semantics="2bw", batch=4), w)
-    assert_weights(train(linear(3), 16, semantics="2bw", batch=4, replicas=(1, 2, 1)), w)
+    assert_weights(train(linear(3), 16, semantics="2bw", batch=4), one_batch_behind(3, batch=4, batches=4))
+    replicated = train(linear(3), 16, semantics="2bw", batch=4, replicas=(1, 2, 1))
+    assert_weights(replicated, one_batch_behind(3, batch=4, batches=4))
 
 
 def test_replicas_in_closed_form() -> None:
-    """2-1: w_0(j+1) = w_0(j) - rate * mean over t = 2j, 2j+1 of the gradients at w_0(j-1), w_1(t)."""
-    w0, w1 = first_weights(2)
-    stream = minibatches(12)
-    for j in range(6):
-        first = []
-        for t in (2 * j, 2 * j + 1):
-            found = gradients([w0[max(0, j - 1)], w1[t]], *stream[t])
-            first.append(found[0])
-            w1.append(w1[t] - RATE * found[1])
-        w0.append(w0[j] - RATE * (first[0] + first[1]) / 2)
-    assert_weights(train(linear(2), 12, replicas=(2, 1)), [w0, w1])
+    expected = two_replicas_and_one(rounds=6)
+    assert_weights(train(linear(2), 12, replicas=(2, 1)), expected)
     scaled = train(linear(2), 12, replicas=(2, 1), scale_learning_rate=True)  # the later stage at half the rate
-    moved = scaled.weights[1][1]["1.weight"] - w1[0]
-    assert largest_difference(moved, (w1[1] - w1[0]) / 2) <= 1e-12
+    before, after = expected[1][:2]
+    assert largest_difference(scaled.weights[1][1]["1.weight"] - before, (after - before) / 2) <= 1e-12
 
 
 # Where plain torch is the same
