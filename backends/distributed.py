@@ -134,12 +134,13 @@ class Distributed:
         """Both at once."""
         return self.finish_recv(self.start_recv(**what))
 
-    def all_reduce(self, value: Tensor, *, ranks: tuple[int, ...]) -> Tensor:
-        """The sum over ranks, as new memory: a gradient may share its own with others."""
-        total = value.clone(memory_format=torch.contiguous_format)
+    def all_reduce(self, values: tuple[Tensor, ...], *, ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """The sums over ranks, as new memory (a gradient may share its own with others), in one message."""
+        total = torch.cat([value.reshape(-1) for value in values])
         others = [rank for rank in ranks if rank != self.rank]
         self._reach(others, dist.all_reduce, total, dist.ReduceOp.SUM, self.groups[tuple(ranks)])
-        return total
+        parts = torch.split(total, [value.numel() for value in values])
+        return tuple(part.view(value.shape) for part, value in zip(parts, values, strict=True))
 
     def _reach(self, peers: Sequence[int], call: Callable[..., Any], *args: Any) -> Any:
         """Call what needs peers."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,6 +141,8 @@ def run_ranks(programs: Sequence[RankProgram], inputs: Mapping[str, Any], memory
             moved = [rank.advance() for rank in running]
             if not any(moved):
                 raise DeadlockError("\n".join(rank.waits_for() for rank in running if not rank.done))
+        for write in [write for rank in running for write in rank.writes]:
+            write()
     return [rank.results for rank in running]
 
 
@@ -157,13 +160,15 @@ class _Rank:
         self.at = 0
         self.done = False
         self.results: Any = None
+        self.writes: list[Callable[[], None]] = []
+        """For when all ranks are done: replicas of a stage share its buffers here, and read them as they were at the entry."""
         self.asked: dict[str, int] = defaultdict(int)
         self.reduced: dict[Any, int] = defaultdict(int)
         self.meaning = {
             **PURE,
             ops.weights: lambda *, stage, rank: memory.weights(stage, rank),
             ops.buffers: lambda *, stage, rank: memory.buffers(stage, rank),
-            ops.write_buffers: memory.write_buffers,
+            ops.write_buffers: lambda values, **where: self.writes.append(partial(memory.write_buffers, values, **where)),
             ops.send: lambda value, *, to, channel: channels[channel].append(value.contiguous()),
             ops.recv: lambda *, channel, **_: self._take(self._ask(channel)),
             ops.start_recv: lambda *, channel, **_: self._ask(channel),

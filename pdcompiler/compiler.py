@@ -14,7 +14,6 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +28,10 @@ from pdcompiler.core.partition import Partition, Problem
 from pdcompiler.core.pass_manager import Watch, run_passes
 from pdcompiler.core.plan import Training
 from pdcompiler.core.schedule import Schedule
-from pdcompiler.core.verify import verify_program, verify_ranks, verify_staged, verify_trace
+from pdcompiler.core.verify import verify_program, verify_staged, verify_trace
+from pdcompiler.core.verify_ranks import verify_ranks
 from pdcompiler.own_plan import check_memory, knows_memory
-from pdcompiler.passes.partition.check_partition import check_names, check_partition, plan_of_stages
+from pdcompiler.passes.partition.check_partition import check_partition, plan_of_stages
 from pdcompiler.passes.partition.evaluate import evaluate
 from pdcompiler.passes.partition.make_partition import cuts_at_modules, cuts_of, make_partition, plan_of_cuts, with_costs
 from pdcompiler.passes.partition.problem import make_problem
@@ -68,6 +68,8 @@ class Request:
     device: torch.device | None
     watch: Watch | None
     training: Training = field(default_factory=Training)
+    replicas: tuple[int, ...] | None = None
+    """Of each stage; None: one each."""
 
 
 def trace_model(request: Request, batch: Batch, *, rows: int, symbolic: bool, gradients: bool) -> Trace:
@@ -100,10 +102,13 @@ def _partition(request: Request, trace: Trace, rows: int) -> Partition:
         check_given(request, request.partition, trace, machine, rows)
         return request.partition
     problem = make_problem(trace, machine, rows)
-    if request.partition is None:
+    if request.partition is None and (request.replicas is None or set(request.replicas) == {1}):
         found = straight_plan(problem.workload, machine, request.training)
     else:
-        chosen = plan_of_cuts(problem, cuts_at_modules(problem, request.partition))
+        chosen = plan_of_cuts(problem, cuts_at_modules(problem, request.partition or ()))
+        if request.replicas is not None:
+            pairs = zip(chosen.stages, request.replicas, strict=True)
+            chosen = replace(chosen, stages=tuple(replace(stage, replicas=count) for stage, count in pairs))
         found = judge(chosen, problem.workload, machine, request.training)
         check_memory(found.evaluation, problem.workload, machine, request.training)
     found = ranked(found, machine, request.training)
@@ -167,14 +172,18 @@ def stage_trace(request: Request, trace: Trace, partition: Partition, rows: int)
     return staged
 
 
-def compile_program(request: Request, step: Step, schedule: Schedule, holders: Mapping[str, tuple[int, ...]]) -> Program:
-    """One program over all ranks. holders: of each tied parameter, the ranks that hold it."""
+def compile_program(
+    request: Request, step: Step, schedule: Schedule, holders: Mapping[str, tuple[int, ...]],
+    replicas: Mapping[int, tuple[int, ...]] | None = None,
+) -> Program:  # fmt: skip
+    """One program over all ranks. holders: of each parameter that several ranks hold, these.   replicas: the ranks of each stage,
+    where some have nothing to run in this step."""
     passes: list[Callable[[Program], Program]] = [
         bind(insert_reductions, holders=holders),
         insert_transfers,
         bind(merge_transfers, machine=request.machine),
     ]
-    return run_passes(lower_schedule(step, schedule), passes, verify_program, request.watch)
+    return run_passes(lower_schedule(step, schedule, replicas), passes, verify_program, request.watch)
 
 
 def compile_ranks(request: Request, program: Program) -> tuple[RankProgram, ...]:
@@ -221,42 +230,3 @@ def fingerprint(model: nn.Module) -> str:
     """Names and shapes of the parameters, shortened: which model a partition is for."""
     text = json.dumps([(name, list(p.shape)) for name, p in model.named_parameters()])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def differing_parameters(partition: Partition, model: nn.Module) -> str:
-    """In words, what of a model's parameters a partition for another model lacks or has besides."""
-    planned, own = partition.owners(), {name for name, _ in model.named_parameters()}
-    lacking, besides = [name for name in own if name not in planned], [name for name in planned if name not in own]
-    for names, where in ((lacking, "of this one are not in it"), (besides, "of it are not in this one")):
-        if names:
-            some = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
-            return f"{len(names)} parameters {where} ({some})"
-    return "its parameters have the same names and other shapes"
-
-
-def read_partition(given: Any, model: nn.Module, world_size: int) -> Partition | tuple[str, ...] | None:
-    """The user's `partition=`: a Partition, its JSON file, module paths at which stages begin, or None."""
-    if given is None:
-        return None
-    partition: Partition | tuple[str, ...]
-    if isinstance(given, (str, Path, Partition)):
-        partition = given if isinstance(given, Partition) else Partition.load(given)
-        if partition.model and partition.model != fingerprint(model):
-            raise CompileError(
-                f"the partition is for another model: {differing_parameters(partition, model)}",
-                ways_out=("let pdcompiler choose the partition",),
-            )
-        check_names(partition, model)
-        count = len(partition.stages)
-    elif isinstance(given, Sequence):
-        partition, count = tuple(given), len(given) + 1
-    else:
-        raise CompileError(f"partition is a {type(given).__name__}", ways_out=("a Partition, a JSON file, or module paths",))
-    if isinstance(partition, Partition) and partition.devices != count:
-        raise CompileError(
-            f"the partition has replicated stages ({partition.devices} ranks for {count} stages); these can be planned, not run",
-            ways_out=("a partition with one rank a stage", "torch's DistributedDataParallel, for one replicated stage"),
-        )
-    if count != world_size:
-        raise CompileError(f"the partition has {count} stages, world_size is {world_size}")
-    return partition

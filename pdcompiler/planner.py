@@ -174,8 +174,11 @@ def pipeline_counts(machine: Machine, training: Training) -> Iterator[int]:
 
 
 def judge(chosen: Plan, workload: Workload, machine: Machine, training: Training) -> Found:
-    """What the user's own plan of one rank a stage takes, beside the best such plan."""
+    """What the user's own plan takes, beside the best of one rank a stage if it has one rank a stage."""
     evaluation = evaluate(chosen, workload, machine, training)
+    if chosen.devices != len(chosen.stages):
+        bound = work_bound(workload, machine, training)
+        return Found(chosen, evaluation, min(bound, evaluation.seconds), "the cuts and replicas that were given")
     _, bound = Search(workload, chain_spans(workload), machine, training, straight=True).run(numpy.inf)
     return Found(chosen, evaluation, min(bound, evaluation.seconds), STRAIGHT)
 

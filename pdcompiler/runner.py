@@ -66,11 +66,12 @@ class Runner:
     def _programs(self, step: Step, gradients: bool) -> Compiled:
         ranks = range(self.request.world_size)
         mine = ranks if self.rank is None else [self.rank]
-        rank_of = self.schedule.rank_of_stage()
-        self.holdings.hold(self.traces.fixed_partition(), [stage for stage, rank in rank_of.items() if rank in mine])
+        held = [stage for stage, replicas in self.schedule.replicas.items() if not set(mine).isdisjoint(replicas)]
+        self.holdings.hold(self.traces.fixed_partition(), held)
         stages = step.microbatches[0].staged.stages
-        self.holdings.elsewhere.update(name for stage in stages if rank_of[stage.index] not in mine for name in stage.written)
-        program = compile_program(self.request, step, restrict(self.schedule, step, gradients), self.holders())
+        self.holdings.elsewhere.update(name for stage in stages if stage.index not in held for name in stage.written)
+        restricted = restrict(self.schedule, step, gradients)
+        program = compile_program(self.request, step, restricted, self.holders(), self.schedule.replicas)
         programs = compile_ranks(self.request, program)
         window = receive_window(program)
         if self.rank is not None:
@@ -81,10 +82,10 @@ class Runner:
         return Compiled(step, program, programs, modules, window)
 
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """Of each tied parameter that several stages own, the ranks that hold it."""
-        rank_of = self.schedule.rank_of_stage()
-        owners = self.traces.fixed_partition().owners()
-        return {name: tuple(sorted({rank_of[s] for s in stages})) for name, stages in owners.items() if len(stages) > 1}
+        """Of each parameter that several ranks hold, these: the replicas of its stage, of all its stages where it is tied."""
+        replicas, owners = self.schedule.replicas, self.traces.fixed_partition().owners()
+        ranks = {name: tuple(sorted({rank for stage in stages for rank in replicas[stage]})) for name, stages in owners.items()}
+        return {name: holding for name, holding in ranks.items() if len(holding) > 1}
 
     def _join(self, programs: Sequence[RankProgram]) -> None:
         """Make this process's end of the messages, at the first program that is compiled."""

@@ -58,7 +58,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "the schedule is for 2 microbatches, microbatches is 4",
     ),
     "module paths for another number of ranks": (
-        {"partition": ["1", "2"]}, "the partition has 3 stages, world_size is 2",
+        {"partition": ["1", "2"]}, "the partition has 3 stages, world_size is 2\n  try: world_size=3",
     ),
     "no such file": (
         {"partition": "layers.4"},

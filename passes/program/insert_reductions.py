@@ -1,66 +1,106 @@
-"""Add up the partial gradients of a tied weight: one reduction per weight and step.
+"""Sum the partial gradients of each weight that several ranks hold: replicas of a stage, or holders of a tied weight.
 
     before                                             after
-    gradients_0 = ...   # rank 0, holds embed          part_0 = gradients_0[0]                            # rank 0
-    gradients_2 = ...   # rank 2, holds embed too      part_2 = gradients_2[3]                            # rank 2
-                                                       sums = all_reduce((part_0, part_2), ranks=(0, 2))
-                                                       embed_0 = sums[0];  embed_2 = sums[1]
+    gradients_0 = ...   # rank 0, holds embed          part_0 = gradients_0[0]                                # rank 0
+    gradients_2 = ...   # rank 2, holds embed too      part_2 = gradients_2[3]                                # rank 2
+                                                       sums = all_reduce(((part_0,), (part_2,)), ranks=(0, 2))
+                                                       embed_0 = sums[0][0];  embed_2 = sums[1][0]
     return {0: {gradients}, 2: {gradients}}            return {0: {gradients, reduced: {embed: embed_0}}, 2: ...}
 
-A rank that holds the weight without a gradient of its own gets the sum as a value. A weight with one holder is left alone.
+Gradients of the same ranks and type go together, in buckets, since each reduction costs a message's latency at least. A rank that
+holds a weight without a gradient of its own gets the sum as a value. A weight with one holder is left alone.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import fx
 
 from pdcompiler.core import ops
-from pdcompiler.core.ir import Program, describe
+from pdcompiler.core.ir import Program, ValueType, describe, evaluate
+
+BUCKET = 25 * 2**20
+"""Bytes of one reduction, as DistributedDataParallel's."""
+
+Parts = dict[int, fx.Node]
+"""By rank."""
 
 
-def insert_reductions(program: Program, holders: dict[str, tuple[int, ...]]) -> Program:
-    """holders: for each tied parameter the ranks that hold it. See the module's docstring."""
+def insert_reductions(program: Program, holders: Mapping[str, tuple[int, ...]]) -> Program:
+    """holders: for each parameter that several ranks hold, these. See the module's docstring."""
     output = program.graph.output_node()
-    results: dict[int, dict[str, Any]] = output.args[0]  # type: ignore[assignment]
-    for name, ranks in holders.items():
-        with program.graph.inserting_before(output):
-            sums = _reduce(program, name, results)
-        if sums:
-            first = next(iter(sums.values()))
-            results = {
-                rank: result | ({"reduced": {**result.get("reduced", {}), name: sums.get(rank, first)}} if rank in ranks else {})
-                for rank, result in results.items()
-            }
+    results: dict[int, dict[str, Any]] = dict(output.args[0])  # type: ignore[arg-type]
+    with program.graph.inserting_before(output):
+        parts = {name: found for name in holders if (found := _parts(program, name, results))}
+        sums: dict[str, Parts] = {}
+        for names in _buckets(program, parts):
+            sums |= _reduce(program, names, parts)
+    for name, found in sums.items():
+        first = next(iter(found.values()))
+        for rank in holders[name]:
+            results[rank] = results[rank] | {"reduced": {**results[rank].get("reduced", {}), name: found.get(rank, first)}}
     output.args = (results,)  # type: ignore[assignment]
     return program
 
 
-def _reduce(program: Program, name: str, results: dict[int, dict[str, Any]]) -> dict[int, fx.Node]:
-    """The sum of all partial gradients of a parameter, on each rank that has one."""
-    parts: dict[int, fx.Node] = {}
+def _parts(program: Program, name: str, results: Mapping[int, Mapping[str, Any]]) -> Parts:
+    """What each rank has of a parameter's gradient."""
+    parts: Parts = {}
     for rank, result in results.items():
         for stage, total in result.get("gradients", {}).items():
             names = program.gradient_names[stage]
             if name in names:
                 part = _node(program, operator.getitem, (total, names.index(name)), {}, rank, name)
                 parts[rank] = part if rank not in parts else _node(program, ops.accumulate, (parts[rank], part), {}, rank, name)
-    if len(parts) < 2:
-        return parts
-    ranks = tuple(parts)
-    sums = _node(program, ops.all_reduce, (tuple(parts.values()),), {"ranks": ranks}, ranks[0], name)
-    return {rank: _node(program, operator.getitem, (sums, i), {}, rank, name) for i, rank in enumerate(ranks)}
+    return parts
 
 
-def _node(program: Program, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int, name: str) -> fx.Node:
-    readable = f"d_{name}".replace(".", "_")
+def _buckets(program: Program, parts: Mapping[str, Parts]) -> Iterator[list[str]]:
+    """Parameters that are reduced together, in the order of the parameters."""
+    alike: dict[Any, list[str]] = defaultdict(list)
+    for name, found in parts.items():
+        alike[tuple(found), program.gradient_types[name].dtype].append(name)
+    for names in alike.values():
+        bucket, size = list[str](), 0
+        for name in names:
+            nbytes = _nbytes(program.gradient_types[name])
+            if bucket and size + nbytes > BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(name)
+            size += nbytes
+        yield bucket
+
+
+def _nbytes(type: ValueType) -> int:
+    return evaluate(type.nbytes(), 1)
+
+
+def _reduce(program: Program, names: list[str], parts: Mapping[str, Parts]) -> dict[str, Parts]:
+    """The sums over all ranks that have a part, on each of them."""
+    ranks = tuple(parts[names[0]])
+    if len(ranks) < 2:
+        return {name: parts[name] for name in names}
+    given = tuple(tuple(parts[name][rank] for name in names) for rank in ranks)
+    sums = _node(program, ops.all_reduce, (given,), {"ranks": ranks}, ranks[0])
+    found: dict[str, Parts] = {name: {} for name in names}
+    for place, rank in enumerate(ranks):
+        own = _node(program, operator.getitem, (sums, place), {}, rank)
+        for k, name in enumerate(names):
+            found[name][rank] = _node(program, operator.getitem, (own, k), {}, rank, name)
+    return found
+
+
+def _node(program: Program, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int, name: str = "") -> fx.Node:
+    """Of the gradient of a parameter, or of a bucket."""
+    readable = f"d_{name}".replace(".", "_") if name else "sums"
     node = program.graph.create_node("call_function", target, args, kwargs, name=readable)
     node.meta["name"] = readable
     source = next((i for i in node.all_input_nodes), None)
     describe(node, rank=rank, stage=source.meta["stage"] if source else None)
-    node.meta["type"] = None if target is ops.all_reduce else program.gradient_types[name]
+    node.meta["type"] = program.gradient_types.get(name)
     return node
-
-

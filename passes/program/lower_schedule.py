@@ -9,30 +9,34 @@
                                                              return {0: {loss, gradients}, 1: {loss, gradients}}
 
 Values cross ranks freely here (`insert_transfers` comes later). Gradients and losses are accumulated in the order of the
-microbatches, whatever the order of the backwards. Buffers are dataflow: each forward takes the values that the forward of the
-microbatch before it gave. Not here: messages, reductions over holders of a tied weight.
+microbatches, whatever the order of the backwards; on a replicated stage by each of its ranks for its own microbatches. Buffers
+are dataflow: each forward takes the values that the forward of the rank's microbatch before it gave; at the end all replicas get
+those of the first. Not here: messages, reductions over the holders of a weight.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from pdcompiler.core import ops
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.ir import RESERVED, Function, Program, Stage, Step, ValueType, describe, eliminate_dead_code
+from pdcompiler.core.ir import Program, Stage, Step, describe, eliminate_dead_code
 from pdcompiler.core.names import identifier
+from pdcompiler.core.program_writer import Note, ProgramWriter, given_types, note_of
 from pdcompiler.core.schedule import Action, Schedule
 
 
-def lower_schedule(step: Step, schedule: Schedule) -> Program:
-    """The program of one step. `step` says what is computed for each microbatch, `schedule` in which order."""
+def lower_schedule(step: Step, schedule: Schedule, replicas: Mapping[int, tuple[int, ...]] | None = None) -> Program:
+    """The program of one step. `step` says what is computed for each microbatch, `schedule` in which order.   replicas: the ranks
+    of each stage, where some of them have nothing to run in this step."""
     _check_variants(step)
-    lowering = _Lowering(step, schedule)
+    lowering = _Lowering(step, schedule, replicas or schedule.replicas)
     for rank, action in schedule.order():
         lowering.action(rank, action)
     return lowering.finish()
@@ -53,28 +57,17 @@ def _check_variants(step: Step) -> None:
 class _Lowering:
     """The program while it grows: one `action` at a time, in global order."""
 
-    def __init__(self, step: Step, schedule: Schedule) -> None:
-        self.step = step
-        self.schedule = schedule
-        self.rank_of = schedule.rank_of_stage()
-        self.graph = fx.Graph()
-        self.root = nn.Module()
+    def __init__(self, step: Step, schedule: Schedule, replicas: Mapping[int, tuple[int, ...]]) -> None:
+        self.step, self.schedule, self.replicas = step, schedule, replicas
+        self.writer = ProgramWriter(step.dims)
         self.values: dict[tuple[str, int], fx.Node] = {}
-        self.inputs = {name: self._placeholder(identifier(name, {*RESERVED, *ops.VOCABULARY})) for name in step.dims}
-        self.loss_weights = self._placeholder("loss_weights")
-        self.weights: dict[int, fx.Node] = {}
-        self.buffers: dict[int, fx.Node] = {}
-        self.cut: dict[tuple[int, str, int], fx.Node] = {}
-        self.gradients = {stage: _Total(self, f"stage{stage}_gradients") for stage in self.rank_of}
-        self.loss = _Total(self, "loss")
-        for node in self.graph.nodes:
-            describe(node, rank=0)
-
-    def _placeholder(self, name: str) -> fx.Node:
-        """An input; what fx made of its name to keep names apart is the name of the argument too."""
-        node = self.graph.placeholder(name)
-        node.target = node.name
-        return node
+        self.buffers: dict[tuple[int, int], fx.Node] = {}
+        own: dict[tuple[int, int], list[int]] = defaultdict(list)  # microbatches of a stage and rank
+        for rank, action in schedule.order():
+            if action.phase == "F" and step.microbatches[action.microbatch].counts:
+                own[action.stage, rank].append(action.microbatch)
+        self.gradients = {where: _Total(self.writer, f"stage{where[0]}_gradients", sorted(own[where])) for where in sorted(own)}
+        self.losses = {where: _Total(self.writer, "loss", sorted(own[where])) for where in sorted(own)}
 
     def action(self, rank: int, action: Action) -> None:
         """Call one function of one stage for one microbatch, and name what it gives."""
@@ -84,122 +77,108 @@ class _Lowering:
         if function is None:
             self._accumulate(part, None, rank, m)
             return
-        note: dict[str, Any] = {"rank": rank, "stage": stage, "microbatch": m, "phase": action.phase}
-        arguments = tuple(self._take(name, part, note) for name in function.takes)
-        call = self.graph.create_node("call_module", self._module(function, stage, m, action.phase), arguments)
-        describe(call, **note)
+        note = note_of(rank, stage, m, action.phase)
+        call = self.writer.stage_call(function, [self._take(name, part, note) for name in function.takes], note)
         for place, name in enumerate(function.gives):
-            self._give(name, call, place, part, note)
+            node = self.writer.result(call, place, name, part, self.step.microbatches[m].rows, note)
+            if name == "buffers":
+                self.buffers[stage, rank] = node
+            else:
+                self.values[f"{name}@{stage}" if name in ("saved", "gradients") else name, m] = node
         self._accumulate(part, action.phase, rank, m)
 
-    def _take(self, name: str, part: Stage, note: dict[str, Any]) -> Any:
-        stage, m, rank = note["stage"], note["microbatch"], note["rank"]
+    def _take(self, name: str, part: Stage, note: Note) -> Any:
+        stage, m = note["stage"], note["microbatch"]
+        plan = self.step.microbatches[m]
         if name == "weights":
-            if stage not in self.weights:
-                self.weights[stage] = self._call(ops.weights, (), {"stage": stage, "rank": rank}, f"stage{stage}_weights", note)
-            return self.weights[stage]
+            return self.writer.once(ops.weights, f"stage{stage}_weights", note)
         if name == "buffers":
             return self._buffers_of(stage, m, note)
         if name == "rows":
-            return self.step.microbatches[m].rows
+            return plan.rows
         if name == "loss_weight":
-            return self._loss_weight(note)
+            return self.writer.loss_weight(note)
         if name in part.batch:
-            return self._microbatch(part.batch[name], note)
+            tensor = part.batch[name]
+            return self.writer.microbatch(tensor, plan, self.step.dims[tensor], note)
         return self.values[f"saved@{stage}" if name == "saved" else name, m]
 
-    def _buffers_of(self, stage: int, m: int, note: dict[str, Any]) -> fx.Node:
+    def _buffers_of(self, stage: int, m: int, note: Note) -> fx.Node:
         """The newest values for a forward; for a backward, those that the forward of its microbatch saw."""
-        if stage not in self.buffers:
-            where = {"stage": stage, "rank": note["rank"]}
-            self.buffers[stage] = self._call(ops.buffers, (), where, f"stage{stage}_buffers", note)
+        newest = self.buffers.get((stage, note["rank"])) or self.writer.once(ops.buffers, f"stage{stage}_buffers", note)
         if note["phase"] == "F":
-            self.values[f"buffers@{stage}", m] = self.buffers[stage]
-        return self.values.get((f"buffers@{stage}", m), self.buffers[stage])
-
-    def _loss_weight(self, note: dict[str, Any]) -> fx.Node:
-        key = (note["rank"], "loss_weights", note["microbatch"])
-        if key not in self.cut:
-            arguments = (self.loss_weights, note["microbatch"])
-            self.cut[key] = self._call(operator.getitem, arguments, {}, f"loss_weight_{note['microbatch']}", note)
-        return self.cut[key]
-
-    def _microbatch(self, tensor: str, note: dict[str, Any]) -> fx.Node:
-        dim, m = self.step.dims[tensor], note["microbatch"]
-        if dim is None:
-            return self.inputs[tensor]
-        key = (note["rank"], tensor, m)
-        if key not in self.cut:
-            plan = self.step.microbatches[m]
-            where = {"start": plan.start, "stop": plan.stop, "dim": dim}
-            self.cut[key] = self._call(ops.microbatch, (self.inputs[tensor],), where, f"{identifier(tensor)}_{m}", note)
-        return self.cut[key]
-
-    def _module(self, function: Function, stage: int, m: int, phase: str) -> str:
-        """The name of a function in the program; a second trace of the same stage (other rows) gets a number."""
-        base = f"stage{stage}_{'forward' if phase == 'F' else 'backward'}"
-        variants = list(dict.fromkeys(id(plan.staged) for plan in self.step.microbatches))
-        number = variants.index(id(self.step.microbatches[m].staged))
-        name = base if number == 0 else f"{base}_{number}"
-        if not hasattr(self.root, name):
-            self.root.add_module(name, function.module)
-        return name
-
-    def _give(self, name: str, call: fx.Node, place: int, part: Stage, note: dict[str, Any]) -> None:
-        stage, m = note["stage"], note["microbatch"]
-        type = part.types.get(name)
-        node = self._call(operator.getitem, (call, place), {}, f"{name}_{m}", note)
-        node.meta["type"] = type.at(self.step.microbatches[m].rows) if isinstance(type, ValueType) else None
-        if name == "buffers":
-            self.buffers[stage] = node
-        elif name == "gradients":
-            self.values[f"gradients@{stage}", m] = node
-        else:
-            self.values[f"saved@{stage}" if name == "saved" else name, m] = node
+            self.values[f"buffers@{stage}", m] = newest
+        return self.values.get((f"buffers@{stage}", m), newest)
 
     def _accumulate(self, part: Stage, phase: str | None, rank: int, m: int) -> None:
-        note = {"rank": rank, "stage": part.index, "microbatch": m, "phase": phase or "B"}
+        note = note_of(rank, part.index, m, phase or "B")
         plan = self.step.microbatches[m]
         loss = self.values.get((plan.staged.loss, m)) if plan.staged.loss else None
         if loss is not None and plan.counts and loss.meta["stage"] == part.index and phase == "F":
-            weighted = self._call(operator.mul, (loss, self._loss_weight(note)), {}, f"weighted_loss_{m}", note)
-            weighted.meta["type"] = loss.meta["type"]
-            self.loss.add(m, weighted, note)
+            factors = (loss, self.writer.loss_weight(note))
+            weighted = self.writer.call(operator.mul, factors, {}, f"weighted_loss_{m}", note, loss.meta["type"])
+            self.losses[part.index, rank].add(m, weighted, note)
         if phase != "F" and plan.counts:
-            self.gradients[part.index].add(m, self.values.get((f"gradients@{part.index}", m)), note)
-
-    def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, note: Mapping[str, Any]) -> fx.Node:
-        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        node.meta["name"] = name
-        return describe(node, **note)
+            self.gradients[part.index, rank].add(m, self.values.get((f"gradients@{part.index}", m)), note)
 
     def finish(self) -> Program:
         """Buffers last (every backward has read them), then the results of each rank."""
         stages = self.step.microbatches[0].staged.stages
-        for stage, node in self.buffers.items():
-            if node.target is not ops.buffers:
-                note = {"rank": self.rank_of[stage], "stage": stage, "microbatch": None, "phase": ""}
-                where = {"stage": stage, "rank": self.rank_of[stage]}
-                self._call(ops.write_buffers, (node,), where, "write_buffers", note)
-        results = {rank: self._results(rank) for rank in range(len(self.schedule.ranks))}
-        describe(self.graph.output(results), rank=0)  # type: ignore[arg-type]
-        eliminate_dead_code(self.graph)
+        for stage in stages:
+            self._write_buffers(stage)
+        loss = self._loss()
+        results = {rank: self._results(rank, loss) for rank in range(len(self.schedule.ranks))}
+        graph = self.writer.graph
+        describe(graph.output(results), rank=0)  # type: ignore[arg-type]
+        eliminate_dead_code(graph)
         return Program(
-            self.graph, self.root, len(self.schedule.ranks), self.schedule,
+            graph, self.writer.root, len(self.schedule.ranks), self.schedule,
             {stage.index: stage.gradients for stage in stages},
             {name: type for stage in stages for name, type in zip(stage.gradients, stage.gradient_types, strict=True)},
             {stage.index: stage.buffers for stage in stages},
         )
 
-    def _results(self, rank: int) -> dict[str, Any]:
+    def _write_buffers(self, stage: Stage) -> None:
+        """What the first replica's forwards gave, on every replica: as DistributedDataParallel's are rank 0's."""
+        first, *others = self.replicas[stage.index]
+        newest = self.buffers.get((stage.index, first))
+        if newest is None:
+            return
+        for rank in (first, *others):
+            note = note_of(rank, stage.index, None, "")
+            values = newest if rank == first else self._copied_buffers(stage, newest, first, note)
+            self.writer.call(ops.write_buffers, (values,), {"stage": stage.index, "rank": rank}, "write_buffers", note)
+
+    def _copied_buffers(self, stage: Stage, newest: fx.Node, first: int, note: Note) -> tuple[fx.Node, ...]:
+        """The written ones of the first replica; this rank's own of those that no forward writes."""
+        types, values = given_types(stage.forward, "buffers"), []
+        for place, name in enumerate(stage.buffers):
+            written = name in stage.written
+            source = newest if written else self.writer.once(ops.buffers, f"stage{stage.index}_buffers", note)
+            where = {**note, "rank": first} if written else note
+            values.append(self.writer.call(operator.getitem, (source, place), {}, identifier(name), where, types[place]))
+        return tuple(values)
+
+    def _loss(self) -> fx.Node | None:
+        """Of the whole batch: the replicas' sums, added in their order on the first of them."""
+        sums = [(rank, total.node) for (_, rank), total in self.losses.items() if total.node is not None]
+        if not sums:
+            return None
+        (rank, loss), *others = sums
+        for _, part in others:
+            note = note_of(rank, loss.meta["stage"], None, "F")
+            loss = self.writer.call(ops.accumulate, (loss, part), {}, "loss", note, loss.meta["type"])
+        return loss
+
+    def _results(self, rank: int, loss: fx.Node | None) -> dict[str, Any]:
         results: dict[str, Any] = {}
-        if self.loss.node is not None:
-            results["loss"] = self.loss.node
-        totals = {s: total.node for s, total in self.gradients.items() if self.rank_of[s] == rank and total.node is not None}
+        if loss is not None:
+            results["loss"] = loss
+        totals = {s: total.node for (s, own), total in self.gradients.items() if own == rank and total.node is not None}
         if totals:
             results["gradients"] = totals
-        last = self.rank_of[max(self.rank_of)]
-        if self.step.outputs == "all" or (self.step.outputs == "last" and rank == last):
+        last = self.replicas[max(self.replicas)]
+        if self.step.outputs == "all" or (self.step.outputs == "last" and rank in last):
             leaves = range(len(self.step.microbatches[0].staged.outputs))
             results["outputs"] = [
                 [self.values[plan.staged.outputs[leaf], m] for m, plan in enumerate(self.step.microbatches)] for leaf in leaves
@@ -211,18 +190,18 @@ class _Lowering:
 class _Total:
     """A sum over microbatches in their order; a value that comes early waits for those before it."""
 
-    lowering: _Lowering
+    writer: ProgramWriter
     name: str
+    counted: list[int]
     node: fx.Node | None = None
-    waiting: dict[int, tuple[fx.Node | None, dict[str, Any]]] = field(default_factory=dict)
+    waiting: dict[int, tuple[fx.Node | None, Note]] = field(default_factory=dict)
     next: int = 0
 
-    def add(self, m: int, value: fx.Node | None, note: dict[str, Any]) -> None:
+    def add(self, m: int, value: fx.Node | None, note: Note) -> None:
         """Take the value of microbatch m (None: it has none)."""
         self.waiting[m] = (value, note)
-        counted = [i for i, plan in enumerate(self.lowering.step.microbatches) if plan.counts]
-        while self.next < len(counted) and counted[self.next] in self.waiting:
-            value, note = self.waiting.pop(counted[self.next])
+        while self.next < len(self.counted) and self.counted[self.next] in self.waiting:
+            value, note = self.waiting.pop(self.counted[self.next])
             self.next += 1
             if value is None:
                 continue
@@ -230,5 +209,4 @@ class _Total:
                 self.node = value
             else:
                 type = self.node.meta["type"]
-                self.node = self.lowering._call(ops.accumulate, (self.node, value), {}, self.name, note)
-                self.node.meta["type"] = type
+                self.node = self.writer.call(ops.accumulate, (self.node, value), {}, self.name, note, type)

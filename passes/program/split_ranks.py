@@ -79,7 +79,8 @@ class _Projection:
             return
         values: Any = node.args[0]
         own = ranks.index(self.rank)
-        copy = self._add(node, "call_function", ops.all_reduce, (self.copies[values[own]],), {"ranks": ranks}, name_of(node))
+        part = replaced(values[own], self.copies)
+        copy = self._add(node, "call_function", ops.all_reduce, (part,), {"ranks": ranks}, name_of(node))
         copy.meta["rank"] = self.rank
         for user in node.users:
             if user.target is operator.getitem and user.args[1] == own:

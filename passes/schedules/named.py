@@ -6,7 +6,8 @@ how long a schedule takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from pdcompiler.core.schedule import Action, Schedule
 
@@ -44,3 +45,29 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+
+
+def replicated(name: str, replicas: Sequence[int], microbatches: int, pipelines: int = 1) -> Schedule:
+    """A named schedule for replicated stages: each replica runs its share of the microbatches in the order that it would have
+    with as few later stages as have that many ranks for each replica. Microbatch i runs on replica i mod replicas; of several
+    whole pipelines, each over its own ranks, on pipeline i mod pipelines. 1f1b with replicas 2 and 1:
+
+    F0@0 F2@0 B0@0 B2@0
+    F1@0 F3@0 B1@0 B3@0
+    F0@1 B0@1 F1@1 B1@1 F2@1 B2@1 F3@1 B3@1
+    """
+    ranks: list[tuple[Action, ...]] = []
+    for pipeline in range(pipelines):
+        for stage, count in enumerate(replicas):
+            later = -(-sum(replicas[stage + 1 :]) // count)
+            for replica in range(count):
+                own = range(replica * pipelines + pipeline, microbatches, count * pipelines)
+                order = _order(name, later + 1, len(own)) if own else ()
+                ranks.append(tuple(Action(action.phase, stage, own[action.microbatch]) for action in order))
+    return Schedule(tuple(ranks), name)
+
+
+@lru_cache(maxsize=1024)
+def _order(name: str, stages: int, microbatches: int) -> tuple[Action, ...]:
+    """Of the first of so many stages."""
+    return SCHEDULES[name](stages, microbatches).ranks[0]

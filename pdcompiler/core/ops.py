@@ -12,8 +12,8 @@
     start_recv(frm, channel, ...)         ask for the next value on a channel, without waiting
     finish_recv(pending)                  wait for it
     pack(values), unpack(packed, types)   several values as one message
-    all_reduce(values, ranks)             the sum of the values of several ranks, for each of them; in a rank's program
-                                          all_reduce(value, ranks)
+    all_reduce(values, ranks)             the sums of several ranks' tuples of tensors, for each of them; in a rank's program
+                                          all_reduce(own, ranks)
     write_buffers(stage, rank, values)    the buffers' new values
 
 A rank's program is these and nothing else. Adding a word means: its line here, its meaning in reference.py, its messages in
@@ -121,7 +121,7 @@ def unpack(packed: Tensor, *, types: Sequence[tuple[Sequence[int], torch.dtype]]
 
 @_effect
 def all_reduce(values: Any, *, ranks: Sequence[int]) -> Any:
-    """In the global program: values, one a rank, to a tuple of their sum for each rank. In a rank's program: its own part."""
+    """In the global program: a tuple of tensors of each rank, to that of the sums for each. In a rank's program: its own."""
     _meaningless("all_reduce")
 
 

@@ -7,8 +7,8 @@ form parses back; with one stage per rank the stage need not be written:
     F0 F1 B0 F2 B1 F3 B2 B3
     F0 B0 F1 B1 F2 B2 F3 B3
 
-and with several, an action reads F<microbatch>@<stage>. Not here: which schedules there are (`passes/schedules/`), nor what
-runs them.
+and with several, or with a stage on several ranks, an action reads F<microbatch>@<stage>; both actions of a microbatch on a stage
+run on one rank. Not here: which schedules there are (`passes/schedules/`), nor what runs them.
 """
 
 from __future__ import annotations
@@ -66,9 +66,15 @@ class Schedule:
         """How many microbatches it is for."""
         return 1 + max(action.microbatch for action in self)
 
-    def rank_of_stage(self) -> dict[int, int]:
-        """Which rank runs each stage."""
-        return {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
+    @cached_property
+    def replicas(self) -> dict[int, tuple[int, ...]]:
+        """The ranks that run each stage, by the first microbatch that each of them runs."""
+        first: dict[int, dict[int, int]] = {}
+        for rank, actions in enumerate(self.ranks):
+            for action in actions:
+                own = first.setdefault(action.stage, {})
+                own[rank] = min(own.get(rank, action.microbatch), action.microbatch)
+        return {stage: tuple(sorted(first[stage], key=first[stage].__getitem__)) for stage in sorted(first)}
 
     def without(self, drop: Iterable[Action]) -> Schedule:
         """The same order without some actions: microbatches without rows, backwards of weight 0, all of an evaluation's."""
@@ -119,21 +125,21 @@ class Schedule:
         return "\n".join(lines)
 
     def check(self) -> Schedule:
-        """Raise CompileError unless every stage has one rank and runs F and then B of every microbatch exactly once."""
+        """Raise CompileError unless every stage runs F and then B of every microbatch exactly once, both on the same rank."""
         if not any(self.ranks):
             raise CompileError("the schedule is empty")
-        where: dict[int, int] = {}
         seen: dict[Action, int] = {}
         for rank, actions in enumerate(self.ranks):
             for place, action in enumerate(actions):
                 at = f"rank {rank}, position {place}: {show(action, True)}"
-                if where.setdefault(action.stage, rank) != rank:
-                    raise CompileError(f"{at}: stage {action.stage} already runs on rank {where[action.stage]}")
                 if action in seen:
-                    raise CompileError(f"{at} stands twice")
-                if action.phase == "B" and Action("F", action.stage, action.microbatch) not in seen:
+                    raise CompileError(f"{at} stands twice" + (f", on rank {seen[action]} too" if seen[action] != rank else ""))
+                seen[action] = rank
+                forward = Action("F", action.stage, action.microbatch)
+                if seen.get(forward) is None:
                     raise CompileError(f"{at} stands before its forward")
-                seen[action] = place
+                if seen[forward] != rank:
+                    raise CompileError(f"{at}: its forward is on rank {seen[forward]}, where what it saved is")
         for stage in range(self.stages):
             for microbatch in range(self.microbatches):
                 for phase in ("F", "B"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ import pytest
 from pdcompiler.core import schedule as core
 from pdcompiler.core.errors import CompileError, DeadlockError
 from pdcompiler.core.schedule import Action, Schedule, parse_action, show
-from pdcompiler.passes.schedules.named import SCHEDULES, one_f_one_b
+from pdcompiler.passes.schedules.named import SCHEDULES, one_f_one_b, replicated
 
 ACTIONS = re.compile(r"( *[FB]\d+(@\d+)?)+ *")
 
@@ -24,6 +25,27 @@ def drawing(text: str | None) -> Schedule:
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in SCHEDULES.items()])
 def test_a_named_schedule_draws_itself(make: Callable[[int, int], Schedule]) -> None:
     assert drawing(make.__doc__) == make(3, 4)
+
+
+def test_a_schedule_of_replicated_stages_draws_itself() -> None:
+    assert drawing(replicated.__doc__) == replicated("1f1b", (2, 1), 4)
+
+
+@pytest.mark.parametrize("pipelines", [1, 2, 3])
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_microbatch_i_runs_on_replica_i_mod_replicas_of_every_stage(name: str, pipelines: int) -> None:
+    """For all replicas 1 to 3 of one to three stages: complete, free of deadlock, and round robin."""
+    for replicas in [counts for stages in (1, 2, 3) for counts in itertools.product((1, 2, 3), repeat=stages)]:
+        for microbatches in (pipelines * max(replicas), 7 * pipelines + 1):
+            schedule = replicated(name, replicas, microbatches, pipelines).check()
+            where = {action: rank for rank, actions in enumerate(schedule.ranks) for action in actions}
+            for stage, ranks in schedule.replicas.items():
+                assert len(ranks) == pipelines * replicas[stage]
+                assert all(where[Action("F", stage, m)] == ranks[m % len(ranks)] for m in range(microbatches))
+
+
+def test_whole_pipelines_stand_on_ranks_of_their_own() -> None:
+    assert replicated("gpipe", (2, 1), 6, pipelines=2).replicas == {0: (0, 3, 1, 4), 1: (2, 5)}
 
 
 def test_the_drawing_of_the_text_form_is_1f1b() -> None:
@@ -40,7 +62,7 @@ def test_empty_lines_and_remarks_are_passed_over() -> None:
 
 def test_several_stages_on_a_rank_are_written_with_the_stage() -> None:
     schedule = Schedule.parse("F0@0 F0@2 B0@2 B0@0\nF0@1 B0@1").check()
-    assert schedule.rank_of_stage() == {0: 0, 2: 0, 1: 1}
+    assert schedule.replicas == {0: (0,), 1: (1,), 2: (0,)}
     assert str(schedule) == "F0@0 F0@2 B0@2 B0@0\nF0@1 B0@1"
 
 
@@ -65,7 +87,9 @@ def test_what_is_no_action_is_refused_with_its_rank(word: str) -> None:
     ("text", "message"),
     [
         ("", "the schedule is empty"),
-        ("F0@0 B0@0\nF0@1 B0@1 F1@0 B1@0", "rank 1, position 2: F1@0: stage 0 already runs on rank 0"),
+        ("F0@0 B0@0\nF0@0 B0@0", "rank 1, position 0: F0@0 stands twice, on rank 0 too"),
+        ("F0@0 B1@0\nF1@0 B0@0", "rank 0, position 1: B1@0 stands before its forward"),
+        ("F0@0 B0@0 F1@0\nB1@0", "rank 1, position 0: B1@0: its forward is on rank 0, where what it saved is"),
         ("F0 F0 B0", "rank 0, position 1: F0@0 stands twice"),
         ("F0 B0 B0", "rank 0, position 2: B0@0 stands twice"),
         ("B0 F0", "rank 0, position 0: B0@0 stands before its forward"),

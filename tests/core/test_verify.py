@@ -11,7 +11,8 @@ from torch import fx, nn
 from pdcompiler.core import ops
 from pdcompiler.core.errors import DeadlockError, VerifyError
 from pdcompiler.core.ir import Function, Program, RankProgram, Staged, Trace, ValueType, describe
-from pdcompiler.core.verify import verify_program, verify_ranks, verify_staged, verify_trace
+from pdcompiler.core.verify import verify_program, verify_staged, verify_trace
+from pdcompiler.core.verify_ranks import verify_ranks
 from tests.levels import FLOATS, Writer, trace_of, two_layers_staged
 
 # Traces
@@ -145,8 +146,11 @@ def ranks(*programs: list[tuple[Any, dict[str, Any]]]) -> list[RankProgram]:
         value = last = graph.placeholder("value")
         for word, given in words:
             options = {key: item for key, item in given.items() if key not in ("m", "type", "name")}
-            args = (value,) if word in (ops.send, ops.all_reduce) else (last,) if word is ops.finish_recv else ()
-            last = graph.create_node("call_function", word, args, options, name=given.get("name"))
+            args: tuple[Any, ...] = (value,) if word is ops.send else (last,) if word is ops.finish_recv else ()
+            if word is ops.all_reduce:
+                part = graph.create_node("call_function", operator.getitem, (value, 0), name=given["name"])
+                args = ((describe(part, rank=rank, type=FLOATS),),)
+            last = graph.create_node("call_function", word, args, options)
             describe(last, rank=rank, stage=0, microbatch=given.get("m", 0), phase="F", type=given.get("type", FLOATS))
         graph.output({})
         made.append(RankProgram(rank, graph, nn.Module()))

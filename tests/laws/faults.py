@@ -170,9 +170,9 @@ def a_rank_leaves_out_its_part_of_a_reduction(ranks: Any) -> None:
 
 
 @fault("split_ranks", "verify_ranks")
-def two_reductions_stand_in_another_order_on_one_rank(ranks: Any) -> None:
-    weight, bias = nodes(ranks[2].graph, ops.all_reduce)
-    bias.append(weight)
+def a_reductions_values_stand_in_another_order_on_one_rank(ranks: Any) -> None:
+    (reduction,) = nodes(ranks[2].graph, ops.all_reduce)
+    reduction.args = (tuple(reversed(reduction.args[0])),)
 
 
 @fault("reuse_memory", "ranks: gradient")

@@ -17,7 +17,7 @@ from torch import fx
 from pdcompiler.compiler import receive_window
 from pdcompiler.core import ops
 from pdcompiler.core.ir import Function, Program, RankProgram, rank_of, type_of
-from pdcompiler.core.verify import verify_ranks
+from pdcompiler.core.verify_ranks import verify_ranks
 from pdcompiler.passes.program.lower_schedule import lower_schedule
 from pdcompiler.passes.program.split_ranks import split_ranks
 from pdcompiler.passes.ranks.overlap_transfers import overlap_transfers

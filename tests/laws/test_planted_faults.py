@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from pdcompiler import compiler
 from pdcompiler.core import ops
 from pdcompiler.core.errors import CompileError, VerifyError
-from pdcompiler.core.verify import verify_ranks, verify_staged
+from pdcompiler.core.verify import verify_staged
+from pdcompiler.core.verify_ranks import verify_ranks
 from pdcompiler.testing import Batch
 from tests.laws.faults import FAULTS, nodes
 from tests.laws.one_step import OneStep

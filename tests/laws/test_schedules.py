@@ -20,7 +20,7 @@ def test_a_named_schedule_checks_and_has_an_order(name: str) -> None:
     for stages, microbatches in SIZES:
         schedule = SCHEDULES[name](stages, microbatches).check()
         assert (schedule.name, schedule.stages, schedule.microbatches) == (name, stages, microbatches)
-        assert schedule.rank_of_stage() == {stage: stage for stage in range(stages)}
+        assert schedule.replicas == {stage: (stage,) for stage in range(stages)}
         assert_is_an_order_of(schedule)
 
 

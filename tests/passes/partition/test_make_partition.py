@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pdcompiler.compiler import choose_partition, read_partition
+from pdcompiler.compiler import choose_partition
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.ir import ModuleCall
 from pdcompiler.core.partition import Partition
+from pdcompiler.given_partition import read_partition
 from tests.levels import TwoLayers, request, trace_of
 
 
@@ -80,8 +81,8 @@ def test_json_round_trip(tmp_path: Path) -> None:
     partition = partition_of(Shared(), ("blocks.1", "head"), 3)
     assert Partition.from_json(partition.to_json()) == partition
     partition.save(tmp_path / "plan.json")
-    assert read_partition(tmp_path / "plan.json", Shared(), 3) == partition
-    assert read_partition(str(tmp_path / "plan.json"), Shared(), 3) == partition
+    assert read_partition(tmp_path / "plan.json", Shared()) == partition
+    assert read_partition(str(tmp_path / "plan.json"), Shared()) == partition
 
 
 NO_PARTITIONS = ("", "[]", "{}", '{"stages": [{"parameters": ["w"]}]}', '{"stages": [{"parameters": 1, "calls": 2}]}')
@@ -95,7 +96,7 @@ def test_a_text_that_is_no_partition_is_refused(text: str) -> None:
 
 def refused(message: str, begins: Any, world_size: int = 2) -> None:
     with pytest.raises(CompileError, match=message):
-        partition_of(Shared(), read_partition(begins, Shared(), world_size), world_size)
+        partition_of(Shared(), read_partition(begins, Shared()), world_size)
 
 
 def test_module_paths_that_are_no_places_are_refused() -> None:
@@ -105,26 +106,22 @@ def test_module_paths_that_are_no_places_are_refused() -> None:
     refused(r"^the stage that begins at 'blocks\.0' does not come after the one before it", ["blocks.1", "blocks.0"], 3)
 
 
-def test_a_number_of_stages_unequal_to_the_ranks_is_refused() -> None:
-    refused("^the partition has 2 stages, world_size is 3$", ["head"], 3)
-
-
 def test_a_partition_for_another_model_is_refused() -> None:
     partition = partition_of(TwoLayers4(), ("second",), 2)
     with pytest.raises(CompileError, match=r"^the partition is for another model: "):
-        read_partition(partition, Shared(), 2)
+        read_partition(partition, Shared())
 
 
 def test_what_is_no_partition_is_refused() -> None:
     with pytest.raises(CompileError, match=r"^partition is a int\n  try: a Partition, a JSON file, or module paths$"):
-        read_partition(3, Shared(), 2)
+        read_partition(3, Shared())
 
 
 def test_a_file_that_is_not_there_is_refused() -> None:
     with pytest.raises(CompileError, match=r"^the partition's file blocks\.1 can't be read: No such file"):
-        read_partition("blocks.1", Shared(), 2)
+        read_partition("blocks.1", Shared())
 
 
 def test_the_fingerprint_may_be_left_out() -> None:
     partition = dataclasses.replace(partition_of(TwoLayers4(), ("second",), 2), model="")
-    assert read_partition(partition, TwoLayers4(), 2) == partition
+    assert read_partition(partition, TwoLayers4()) == partition

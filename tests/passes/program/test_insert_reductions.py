@@ -1,6 +1,10 @@
 """Each tied weight gets exactly one reduction, over the ranks that have a part of its gradient."""
 
-from pdcompiler.core.ir import Program
+import re
+
+import torch
+
+from pdcompiler.core.ir import Program, ValueType
 from pdcompiler.passes.program.insert_reductions import insert_reductions
 from pdcompiler.testing import assert_shows
 from tests.levels import FLOATS, Writer
@@ -26,8 +30,10 @@ def test_parts_on_two_ranks_are_summed_by_one_reduction() -> None:
         stage2_backward_0 = stage2_backward()  # rank 2
         d_embed = stage0_backward_0[0]  # rank 0
         d_embed = stage2_backward_0[1]  # rank 2
-        d_embed_2, d_embed_1 = all_reduce((d_embed, d_embed), ranks=(0, 2))  # rank 0
-        return {gradients: {0: stage0_backward_0}, reduced: {embed: d_embed_2}}  # rank 0
+        sums = all_reduce(((d_embed,), (d_embed,)), ranks=(0, 2))  # rank 0
+        d_embed_1 = sums[0][0]  # rank 0
+        d_embed_1 = sums[1][0]  # rank 2
+        return {gradients: {0: stage0_backward_0}, reduced: {embed: d_embed_1}}  # rank 0
         return {gradients: {1: stage1_backward_0}}  # rank 1
         return {gradients: {2: stage2_backward_0}, reduced: {embed: d_embed_1}}  # rank 2
     """)
@@ -42,7 +48,7 @@ def test_a_holder_without_a_part_of_its_own_is_given_the_sum() -> None:
     before = program({0: ("embed",), 1: (), 2: ("embed",)}, ((0,), (1,), (2,)))
     text = str(insert_reductions(before, {"embed": (0, 1, 2)}))
     assert "ranks=(0, 2)" in text
-    assert "return {gradients: {}, reduced: {embed: d_embed_2}}  # rank 1" in text
+    assert "return {gradients: {}, reduced: {embed: d_embed_1}}  # rank 1" in text
 
 
 def test_a_gradient_with_one_part_is_given_to_all_holders_without_a_reduction() -> None:
@@ -58,8 +64,23 @@ def test_nothing_is_reduced_where_nothing_is_tied() -> None:
     assert_shows(insert_reductions(before, {"frozen": (0, 1)}), text)
 
 
-def test_two_tied_weights_take_two_reductions() -> None:
+def test_weights_of_the_same_ranks_go_in_one_reduction() -> None:
     before = program({0: ("embed", "norm"), 1: ("norm", "embed")}, ((0,), (1,)))
     after = insert_reductions(before, {"embed": (0, 1), "norm": (0, 1)})
-    assert str(after).count("all_reduce(") == 2
+    assert "sums = all_reduce(((d_embed, d_norm), (d_embed, d_norm)), ranks=(0, 1))" in str(after)
     assert sorted(after.graph.output_node().args[0][1]["reduced"]) == ["embed", "norm"]  # type: ignore[index, call-overload]
+
+
+def test_no_bucket_is_larger_than_25_mebibytes() -> None:
+    large = ValueType((3 * 2**20,), torch.float32)  # 12 MiB
+    before = program({0: ("a", "b", "c", "d"), 1: ("a", "b", "c", "d")}, ((0,), (1,)))
+    before.gradient_types = {"a": large, "b": large, "c": large, "d": FLOATS}
+    text = str(insert_reductions(before, dict.fromkeys("abcd", (0, 1))))
+    assert re.findall(r"all_reduce\((.*), ranks", text) == ["((d_a, d_b), (d_a, d_b))", "((d_c, d_d), (d_c, d_d))"]
+
+
+def test_types_are_not_mixed_in_a_bucket() -> None:
+    before = program({0: ("a", "b", "c"), 1: ("a", "b", "c")}, ((0,), (1,)))
+    before.gradient_types = {"a": FLOATS, "b": ValueType((4,), torch.bfloat16), "c": FLOATS}
+    text = str(insert_reductions(before, dict.fromkeys("abc", (0, 1))))
+    assert re.findall(r"all_reduce\((.*), ranks", text) == ["((d_a, d_c), (d_a, d_c))", "((d_b,), (d_b,))"]

@@ -6,7 +6,7 @@ from torch import fx
 
 from pdcompiler.core import ops
 from pdcompiler.core.ir import RankProgram
-from pdcompiler.core.verify import verify_ranks
+from pdcompiler.core.verify_ranks import verify_ranks
 from pdcompiler.passes.program.split_ranks import split_ranks
 from pdcompiler.passes.ranks.overlap_transfers import overlap_transfers
 from pdcompiler.testing import assert_shows

@@ -1,0 +1,104 @@
+"""A program while it is written: placeholders, calls of stage functions, what is cut out of the batch.
+
+    x_0 = microbatch(x, start=0, stop=2, dim=0)            # rank 0
+    stage0_forward_0 = stage0_forward(weights, x_0)        # rank 0
+
+What every way to lower a schedule needs; not here: in which order anything is called.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from pdcompiler.core import ops
+from pdcompiler.core.ir import RESERVED, Function, Microbatch, Stage, ValueType, describe, type_of
+from pdcompiler.core.names import identifier
+
+Note = Mapping[str, Any]
+"""Where a node belongs: rank, stage, microbatch and phase, as `ir.describe` takes them."""
+
+
+def note_of(rank: int, stage: int | None, microbatch: int | None, phase: str) -> dict[str, Any]:
+    """Where a node belongs."""
+    return {"rank": rank, "stage": stage, "microbatch": microbatch, "phase": phase}
+
+
+class ProgramWriter:
+    """graph, root: of the program.   inputs: placeholder of each tensor of the batch."""
+
+    def __init__(self, tensors: Iterable[str]) -> None:
+        self.graph = fx.Graph()
+        self.root = nn.Module()
+        self.inputs = {name: self._placeholder(identifier(name, {*RESERVED, *ops.VOCABULARY})) for name in tensors}
+        self.loss_weights = self._placeholder("loss_weights")
+        self._known: dict[tuple[Any, ...], fx.Node] = {}
+        self._functions: dict[str, Function] = {}
+        for node in self.graph.nodes:
+            describe(node, rank=0)
+
+    def _placeholder(self, name: str) -> fx.Node:
+        """An input; what fx made of its name to keep names apart is the name of the argument too."""
+        node = self.graph.placeholder(name)
+        node.target = node.name
+        return node
+
+    def call(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, note: Note, type: ValueType | None = None
+    ) -> fx.Node:
+        """A word of the vocabulary, or an operator."""
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        node.meta["name"] = name
+        return describe(node, **note, type=type)
+
+    def once(self, word: Any, name: str, note: Note) -> fx.Node:
+        """What a stage holds on a rank at the program's entry: its `weights` or its `buffers`."""
+        key = (word, note["stage"], note["rank"])
+        if key not in self._known:
+            self._known[key] = self.call(word, (), {"stage": note["stage"], "rank": note["rank"]}, name, note)
+        return self._known[key]
+
+    def loss_weight(self, note: Note) -> fx.Node:
+        """Of the loss of a microbatch."""
+        m = note["microbatch"]
+        key = (note["rank"], "loss_weights", m)
+        if key not in self._known:
+            self._known[key] = self.call(operator.getitem, (self.loss_weights, m), {}, f"loss_weight_{m}", note)
+        return self._known[key]
+
+    def microbatch(self, tensor: str, plan: Microbatch, dim: int | None, note: Note) -> fx.Node:
+        """The microbatch's rows of a tensor, cut once on each rank; all of it, where it is not split."""
+        if dim is None:
+            return self.inputs[tensor]
+        key = (note["rank"], tensor, note["microbatch"])
+        if key not in self._known:
+            where = {"start": plan.start, "stop": plan.stop, "dim": dim}
+            name = f"{identifier(tensor)}_{note['microbatch']}"
+            self._known[key] = self.call(ops.microbatch, (self.inputs[tensor],), where, name, note)
+        return self._known[key]
+
+    def stage_call(self, function: Function, arguments: Sequence[Any], note: Note) -> fx.Node:
+        """Call a stage's function; the same function keeps its name, another one of that stage (for other rows) gets a number."""
+        base = f"stage{note['stage']}_{'forward' if note['phase'] == 'F' else 'backward'}"
+        name, number = base, 0
+        while self._functions.setdefault(name, function) is not function:
+            number += 1
+            name = f"{base}_{number}"
+        if not hasattr(self.root, name):
+            self.root.add_module(name, function.module)
+        return describe(self.graph.create_node("call_module", name, tuple(arguments)), **note)
+
+    def result(self, call: fx.Node, place: int, name: str, part: Stage, rows: int, note: Note) -> fx.Node:
+        """One of the values that a stage's function gives."""
+        type = part.types.get(name)
+        given = type.at(rows) if isinstance(type, ValueType) else None
+        return self.call(operator.getitem, (call, place), {}, f"{name}_{note['microbatch']}", note, given)
+
+
+def given_types(function: Function, name: str) -> list[Any]:
+    """Of the tensors in a tuple that a function gives: `buffers`, `gradients`."""
+    given: Any = function.module.graph.output_node().args[0]
+    return [type_of(node) for node in given[function.gives.index(name)]]
