@@ -21,9 +21,9 @@ from pdcompiler.core.errors import CompileError
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.plan import Plan, Training
 from pdcompiler.core.workload import Workload
+from pdcompiler.found import Found
 from pdcompiler.passes.partition.evaluate import evaluate
 from pdcompiler.planner import plan
-from pdcompiler.search import Found
 
 SAME = 1e-6
 """A plan that is slower than the best by less than this part is as good."""

@@ -8,7 +8,7 @@ One device and pure data parallelism are plans with one stage, so they are alway
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy
@@ -22,6 +22,8 @@ from pdcompiler.core.plan import Plan, PlannedStage, Training
 from pdcompiler.core.spans import Spans
 from pdcompiler.core.workload import Workload
 from pdcompiler.core.workload import in_order as reordered
+from pdcompiler.found import Found
+from pdcompiler.in_step import near, pipeline_counts, plans_in_step
 from pdcompiler.passes.partition.evaluate import evaluate
 from pdcompiler.passes.partition.fold import Parts, fold_workload, merge
 from pdcompiler.passes.partition.ideals import ideals
@@ -31,7 +33,7 @@ from pdcompiler.passes.partition.spans import chain_spans
 from pdcompiler.passes.partition.thin import narrow_parts
 from pdcompiler.ranking import best_of
 from pdcompiler.refusal import refuse
-from pdcompiler.search import Found, Search, work_bound
+from pdcompiler.search import Search, work_bound
 
 STRAIGHT = "all cuts in the model's own order, one rank a stage"
 IN_ORDER = "all cuts in the model's own order"
@@ -39,20 +41,20 @@ ALL = "all stages with which no value goes back"
 MOST_LATTICE = 20_000
 FEWEST_PLACES, MOST_PLACES = 100, 400
 """Where a stage may begin, for plans of traces: the more the fewer devices and replicas there are."""
-FEW, NEAR = 8, 1.1
-"""How many plans are walked beside the best, and how much longer they may take by the formula."""
 ORDERS = 12
 """Of a graph with more states than MOST_LATTICE."""
 
 
-def plan(workload: Workload, machine: Machine, training: Training, *, in_order: bool = False, where: str = "") -> Found:
+def plan(
+    workload: Workload, machine: Machine, training: Training, *, in_order: bool = False, where: str = "", quick: bool = False
+) -> Found:  # fmt: skip
     """The best plan on at most the machine's devices. in_order: only stages that are contiguous in the workload's own order.
-    where: which of a model's cuts the workload has, if not all, in words.
+    where: which of a model's cuts the workload has, if not all, in words.   quick: a good plan, by probes alone where they do.
 
     Raises CompileError where none fits the devices' memory, naming the stage that comes nearest and what to change.
     """
     classes = [(chain_spans(workload), where or IN_ORDER)] if in_order else candidate_stages(workload)
-    best = _best(workload, classes, machine, training)
+    best = _best(workload, classes, machine, training, quick)
     return best or refuse(machine, training, classes[0][1], lambda *other: _any(workload, classes, *other))
 
 
@@ -99,26 +101,29 @@ def straight_plan(workload: Workload, machine: Machine, training: Training) -> F
     return replace(found, bound=min(bound, found.evaluation.seconds), how=STRAIGHT, others=others)
 
 
-def plan_in_order(problem: Problem, machine: Machine, training: Training) -> tuple[Problem, Found]:
+def plan_in_order(problem: Problem, machine: Machine, training: Training, *, quick: bool = False) -> tuple[Problem, Found]:
     """The best plan of a trace, its stages contiguous; and the problem with the layers that the plan speaks of: the narrowest
     cuts of a large one, so that the search ends within seconds."""
     choices = machine.world_size * training.most_replicas(machine.world_size)
     most = round(min(max((1.2e9 / choices) ** 0.5, FEWEST_PLACES), MOST_PLACES))
     if problem.workload.layers <= most:
-        return problem, plan(problem.workload, machine, training, in_order=True)
+        return problem, plan(problem.workload, machine, training, in_order=True, quick=quick)
     parts = narrow_parts(problem.workload, most)
     places = tuple(problem.places[part[0]] for part in parts)
     narrow = replace(problem, places=places, workload=merge(problem.workload, parts))
-    found = plan(narrow.workload, machine, training, in_order=True, where=f"{most} narrowest cuts in the model's own order")
+    where = f"{most} narrowest cuts in the model's own order"
+    found = plan(narrow.workload, machine, training, in_order=True, where=where, quick=quick)
     return narrow, replace(found, bound=min(found.evaluation.seconds, work_bound(narrow.workload, machine, training)))
 
 
-def _best(workload: Workload, classes: list[tuple[Spans, str]], machine: Machine, training: Training) -> Found | None:
+def _best(
+    workload: Workload, classes: list[tuple[Spans, str]], machine: Machine, training: Training, quick: bool
+) -> Found | None:  # fmt: skip
     best: Found | None = None
     bounds, seen = [], list[Found]()
     for spans, how in classes:
         for pipelines in pipeline_counts(machine, training):
-            search = Search(workload, spans, machine, training, pipelines)
+            search = Search(workload, spans, machine, training, pipelines, quick=quick)
             found, bound = search.run(best.evaluation.seconds if best else numpy.inf)
             bounds.append(bound if search.all_degrees else work_bound(workload, machine, training))
             best = replace(found, how=f"{how}, {search.replications()}") if found else best
@@ -126,15 +131,10 @@ def _best(workload: Workload, classes: list[tuple[Spans, str]], machine: Machine
     if best is None:
         return None
     bound = min(bounds) if len(classes) == 1 else work_bound(workload, machine, training)
-    return replace(best, bound=min(bound, best.evaluation.seconds), others=near(best, seen))
-
-
-def near(best: Found, seen: list[Found]) -> tuple[Found, ...]:
-    """The best few of the plans that a search saw on its way, apart from the best of all."""
-    most = best.evaluation.seconds * NEAR
-    few = {found.plan: found for found in seen if found.evaluation.fits and found.evaluation.seconds <= most}
-    few.pop(best.plan, None)
-    return tuple(sorted(few.values(), key=lambda found: found.evaluation.seconds)[:FEW])
+    best = replace(best, bound=min(bound, best.evaluation.seconds), others=near(best, seen))
+    if not training.flushes:
+        return best
+    return replace(best, others=(*best.others, *plans_in_step(best, workload, classes, machine, training, quick)))
 
 
 def ranked(found: Found, machine: Machine, training: Training) -> Found:
@@ -158,19 +158,6 @@ def _any(workload: Workload, classes: list[tuple[Spans, str]], machine: Machine,
             if found := Search(workload, spans, machine, training, pipelines).any_plan():
                 return found
     return None
-
-
-def pipeline_counts(machine: Machine, training: Training) -> Iterator[int]:
-    """How often the whole pipeline may be replicated: its devices fill whole units of each level, or a part of one evenly.
-    With one level, replicated stages say the same more finely; with several kinds of devices, the pipelines would differ."""
-    size, units = machine.world_size, machine.unit_sizes[:-1]
-    for pipelines in range(1, size + 1):
-        own = size // pipelines
-        aligned = all(own % unit == 0 or unit % own == 0 for unit in units)
-        enough = training.schedule == "pipedream" or training.microbatches >= pipelines
-        alike = len(machine.devices) == 1 and size % pipelines == 0
-        if pipelines == 1 or (units and alike and aligned and enough):
-            yield pipelines
 
 
 def judge(chosen: Plan, workload: Workload, machine: Machine, training: Training) -> Found:

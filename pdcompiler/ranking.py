@@ -23,8 +23,8 @@ from pdcompiler.core.plan import Evaluation, Plan, Training
 from pdcompiler.core.schedule import Action, Schedule
 from pdcompiler.core.ticks import Ticks, pipedream_depths
 from pdcompiler.core.timing import timing
+from pdcompiler.found import Found
 from pdcompiler.passes.schedules.named import SCHEDULES
-from pdcompiler.search import Found
 
 EQUAL = 1e-6
 UNLIMITED = 10**6

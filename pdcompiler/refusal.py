@@ -13,7 +13,7 @@ from pdcompiler.core.errors import CompileError
 from pdcompiler.core.explanation import amount
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.plan import StageCost, Training
-from pdcompiler.search import Found
+from pdcompiler.found import Found
 
 AnyPlan: TypeAlias = Callable[[Machine, Training], Found | None]
 

@@ -1,82 +1,64 @@
 """The searches, driven: from every possible stage and a machine to the best plan of one class, with a bound.
 
-A class is a number of pipelines, each over its own devices. Asynchronous plans on equal devices: by the fewest devices within a
-time (`probe.py`), bisected. All others: by the recurrence over devices (`by_devices.py`); for a flushing step under caps on the
-slowest stage, each interval of caps bounded from below, until none can beat the best (PLANNER 4.3). Not here: which classes there
-are, and what is told to the user (`planner.py`).
+A class is a number of pipelines, each over its own devices, and the numbers of replicas that a stage may have. Asynchronous plans
+on equal devices: by the fewest devices within a time (`probe.py`), bisected. All others: by the recurrence over devices
+(`by_devices.py`); for a flushing step under caps (`caps.py`). Not here: which classes there are, and what is told to the user
+(`planner.py`).
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy
 
+from pdcompiler.caps import Caps
 from pdcompiler.core.machine import Machine
-from pdcompiler.core.plan import Choice, Evaluation, Plan, PlannedStage, Training
+from pdcompiler.core.plan import Choice, Plan, PlannedStage, Training
 from pdcompiler.core.spans import Spans
 from pdcompiler.core.stage_time import Terms, terms_of
 from pdcompiler.core.workload import Workload
-from pdcompiler.passes.partition.by_devices import best_by_devices
+from pdcompiler.found import CLOSE, Found
+from pdcompiler.passes.partition.by_devices import ByDevices, flush_weights
 from pdcompiler.passes.partition.evaluate import evaluate
 from pdcompiler.passes.partition.one_each import OneEach
 from pdcompiler.passes.partition.probe import fewest_devices, stages_of
 
-CLOSE = 1e-7
-"""Two values this near are equal; a plan within it of the bound is the best."""
-MOST_STEPS = 3e9
+NEARLY = 0.01
+"""Two values this near are, for a plan to begin with."""
+MOST_STEPS = 3e8
 """Of the recurrence over devices with all degrees of replication; above it, only some degrees are tried."""
 UNLIMITED = 1e30
 """Seconds: a time that every stage keeps."""
-MOST_CAPS = 60
-FEWEST_CAPS = 1
 MOST_SEARCHED = 2e8
-"""Steps of the recurrence in all, over all caps, beyond the fewest."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A plan and what it takes. bound: seconds below which there is no plan of the class that was searched.   how: the class,
-    and what was not searched, in words.   others: plans nearly as good, best first.   walked: seconds, as `ranking.py` finds
-    them.   depths: of an asynchronous plan, which it is walked with."""
-
-    plan: Plan
-    evaluation: Evaluation
-    bound: float
-    how: str
-    others: tuple[Found, ...] = ()
-    walked: float | None = None
-    depths: tuple[int, ...] | None = None
-
-    @property
-    def gap(self) -> float:
-        """How far the plan may be from the best, relative to the bound."""
-        return max(0.0, self.evaluation.seconds / self.bound - 1) if self.bound > 0 else 0.0
-
-    @property
-    def proven(self) -> bool:
-        """Whether no plan is better."""
-        return self.gap <= 2 * CLOSE
+"""Steps of the recurrence in all; after them, no further cap is tried."""
 
 
 class Search:
-    """The best plan with a given number of pipelines."""
+    """The best plan with a given number of pipelines. straight: with one rank a stage, on all devices.   replicas: those that a
+    stage may have; None: any.   quick: on equal devices by probes alone: of a flushing step a good plan, without a bound."""
 
     def __init__(
-        self, workload: Workload, spans: Spans, machine: Machine, training: Training, pipelines: int = 1, straight: bool = False
-    ) -> None:
+        self, workload: Workload, spans: Spans, machine: Machine, training: Training, pipelines: int = 1, straight: bool = False,
+        replicas: Sequence[int] | None = None, quick: bool = False,
+    ) -> None:  # fmt: skip
         self.workload, self.spans, self.machine, self.training, self.pipelines = workload, spans, machine, training, pipelines
+        self.quick = quick
         self.devices = machine.world_size // pipelines
         self.terms: Terms = terms_of(machine, training, pipelines, self.devices)
         self.equal_devices = len(machine.devices) == 1 and not straight
         self.by_probes = self.equal_devices and not training.flushes
         most = training.of_one(pipelines).most_replicas(1 if straight else self.devices)
         self.degrees, self.all_degrees = numpy.arange(1, most + 1), True
-        if not self.by_probes:
+        self.probed = self.degrees
+        if replicas is not None:
+            self.probed = numpy.array(replicas, dtype=numpy.int64)
+            self.degrees, self.all_degrees = self.probed, False
+        elif not self.by_probes:
             self.degrees, self.all_degrees = degrees_of(spans, self.devices, most)
         self.one_each = OneEach(spans, self.terms, self.devices, recompute=training.recompute) if straight else None
+        self.work = float(workload.seconds.min(axis=0).sum())
         self.steps = 0
         self.seen: list[Found] = []
 
@@ -85,10 +67,16 @@ class Search:
         if beat <= 0.0:
             return None, beat
         if self.by_probes:
-            return self._bisect(beat)
-        if self.equal_devices and self.any_plan() is None:
-            return None, beat
+            return self._bisect(beat, NEARLY if self.quick else CLOSE)
         return self._caps(beat) if self.training.flushes else self._recur(beat)
+
+    @cached_property
+    def by_devices(self) -> ByDevices:
+        """The recurrence over devices."""
+        weights = flush_weights(self.degrees, self.terms.microbatches) if self.training.flushes else None
+        return ByDevices(
+            self.spans, self.terms, self.devices, self.degrees, recompute=self.training.recompute, weights=weights
+        )  # fmt: skip
 
     def any_plan(self) -> Found | None:
         """Some plan that fits the devices' memory, whatever it takes."""
@@ -106,7 +94,7 @@ class Search:
     def _prober(self) -> Callable[[float], Found | None]:
         """A plan in which no stage takes longer than some seconds."""
         stages = stages_of(self.spans, self.terms, recompute=self.training.recompute)
-        degrees = None if len(self.degrees) == self.devices else self.degrees
+        degrees = None if len(self.probed) == self.devices else self.probed
 
         def probe(seconds: float) -> Found | None:
             found = fewest_devices(stages, self.terms, self.devices, seconds * self.pipelines, degrees=degrees)
@@ -118,21 +106,25 @@ class Search:
         """Which are tried, in words."""
         return "any replication" if self.all_degrees else f"replicated {', '.join(map(str, self.degrees))} times"
 
-    def _bisect(self, beat: float) -> tuple[Found | None, float]:
+    def _bisect(self, beat: float, close: float = CLOSE) -> tuple[Found | None, float]:
+        """The plan with the fastest slowest stage, and a bound of that."""
         probe = self._prober()
-        low = work_bound(self.workload, self.machine, self.training)
+        low = self.work / self.machine.world_size
         best = probe(beat * (1 - CLOSE)) if beat < numpy.inf else self._first(probe, low)
         if best is None:
             return None, beat
-        high = best.evaluation.seconds
-        while high > low * (1 + 2 * CLOSE):
+        high = self._slowest_of(best)
+        while high > low * (1 + 2 * close):
             middle = min((low * high) ** 0.5, high * (1 - CLOSE)) if low else high / 4
             found = probe(middle)
             if found is None:
                 low = middle
             else:
-                best, high = found, min(found.evaluation.seconds, middle)
+                best, high = found, min(self._slowest_of(found), middle)
         return best, low
+
+    def _slowest_of(self, found: Found) -> float:
+        return max(cost.seconds for cost in found.evaluation.stages) / self.pipelines
 
     @staticmethod
     def _first(probe: Callable[[float], Found | None], low: float) -> Found | None:
@@ -143,14 +135,14 @@ class Search:
         return probe(UNLIMITED)
 
     def _solve(self, cap: float, total: bool, below: float = numpy.inf) -> tuple[float, Found | None]:
-        """The least sum, or the least of the slowest stage, under a cap; and a plan that has it, None where none is below."""
+        """The least sum, or the least of the slowest stage, under a cap; and a plan that has it, None where none is below. Of a
+        flushing step: the least sum of what a microbatch takes, or the least time that a stage holds a step up."""
         if self.one_each:
-            value, stages = self.one_each.solve(cap, total=total)
+            more = self.terms.microbatches - 1 if self.training.flushes else 1
+            value, stages = self.one_each.solve(cap / more if more else numpy.inf, total=total)
+            value = value if total or not stages else value * more
             return (value, self._found(stages)) if value < below else (numpy.inf, None)
-        table = best_by_devices(
-            self.spans, self.terms, self.devices, self.degrees, cap=cap, total=total, below=below,
-            recompute=self.training.recompute,
-        )  # fmt: skip
+        table = self.by_devices.solve(cap=cap, total=total, below=below)
         self.steps += table.steps
         devices = table.devices()
         value = float(table.best[0, devices])
@@ -159,7 +151,7 @@ class Search:
     def _slowest(self, limit: float) -> tuple[float, Found | None]:
         """The least that the slowest stage of a plan can take, and such a plan; none where it is not below the limit. Under a cap
         that grows until there is a plan, so that the recurrence looks at few numbers of devices."""
-        start = float(self.workload.seconds.min(axis=0).sum()) / self.devices
+        start = self.work / self.devices * (1.0 if self.one_each else self.by_devices.weights.spread)
         cap = 1.1 * start
         while True:
             if self.one_each or not 0 < cap <= 50 * start or cap >= limit:
@@ -177,44 +169,41 @@ class Search:
         return smaller or found, value / self.pipelines
 
     def _caps(self, beat: float) -> tuple[Found | None, float]:
-        """Branch and bound over the cap on the slowest stage. In an interval (low, high] of it, a step takes at least
-        (microbatches - 1) * low + the least sum under the cap high, and at least microbatches * low."""
-        more = self.terms.microbatches - 1
-        least, found = self._slowest(beat / self.terms.microbatches)
+        """See caps.py."""
+        found, least = self._first_step(beat)
         if found is None:
             return None, beat
-        best: Found | None = None
-        value = beat
+        best = found if found.evaluation.seconds < beat * (1 - CLOSE) else None
+        if self.quick:
+            return best, 0.0
+        caps = Caps(lambda cap, below: self._solve(cap, True, below), self._held, lambda: self.steps > MOST_SEARCHED)
+        return caps.run(best, min(beat, found.evaluation.seconds), least, self.work)
 
-        def under(cap: float, low: float) -> tuple[float, float]:
-            """The least sum under a cap and the slowest stage of a plan that has it; a plan with a stage above `low` that is no
-            better than the best counts as none."""
-            nonlocal best, value
-            least_sum, found = self._solve(cap * (1 + 1e-12), True, value * (1 - CLOSE) - more * low)
-            if found is None:
-                return numpy.inf, cap
-            if found.evaluation.seconds < value * (1 - CLOSE):
-                best, value = found, found.evaluation.seconds
-            return least_sum, max(cost.seconds for cost in found.evaluation.stages)
+    def _first_step(self, beat: float) -> tuple[Found | None, float]:
+        """A plan to begin with, and no more than what the slowest stage of each plan holds a step up. On equal devices, the best
+        of those that probes find on their way to the fastest slowest stage."""
+        if not self.equal_devices:
+            least, found = self._slowest(beat - self.work)
+            return found, least
+        before = len(self.seen)
+        self._bisect(numpy.inf, close=NEARLY)
+        best = min(self.seen[before:], key=lambda found: found.evaluation.seconds, default=None)
+        if best is None or self.quick:
+            return best, 0.0
+        if not self.all_degrees and len(self.probed) > len(self.degrees):
+            also = {stage.replicas for found in self.seen[before:] for stage in found.plan.stages}
+            self.degrees = numpy.union1d(self.degrees, numpy.array(sorted(also), dtype=numpy.int64))
+        if self.by_devices.weights.spread <= 0:  # no cap says how many devices the layers before need: its recurrence is long
+            return best, 0.0
+        return best, self._slowest(min(beat, best.evaluation.seconds) - self.work)[0]
 
-        low_sum, _ = under(least, 0.0)
-        high_sum, high = under(value / self.terms.microbatches, least)
-        open_ = [(more * least + high_sum, least, low_sum, high, high_sum)]
-        for tried in range(MOST_CAPS):
-            if not open_ or open_[0][0] >= value * (1 - CLOSE):
-                return best, value
-            if tried >= FEWEST_CAPS and self.steps > MOST_SEARCHED:
-                break
-            _, low, low_sum, high, high_sum = heapq.heappop(open_)
-            if low_sum <= high_sum * (1 + CLOSE) or high <= low * (1 + CLOSE):
-                continue  # nothing between is better than the plan at its low end
-            middle = (low + high) / 2
-            if more and tried % 2 == 0:  # above it, nothing is better than the best
-                middle = max(middle, min((value * (1 - CLOSE) - high_sum) / more, high * (1 - CLOSE)))
-            middle_sum, slowest = under(middle, low)
-            heapq.heappush(open_, (more * low + middle_sum, low, low_sum, slowest, middle_sum))
-            heapq.heappush(open_, (more * middle + high_sum, middle, middle_sum, high, high_sum))
-        return best, min(value, open_[0][0] if open_ else value)
+    def _held(self, found: Found) -> float:
+        """How long the stage that holds a step up the longest does: all its microbatches but one."""
+        own = self.training.of_one(self.pipelines)
+        return max(
+            (-(-own.microbatches // stage.replicas) - 1) * cost.seconds / own.share(stage.replicas)
+            for stage, cost in zip(found.plan.stages, found.evaluation.stages, strict=True)
+        )  # fmt: skip
 
 
 def degrees_of(spans: Spans, devices: int, most: int) -> tuple[numpy.ndarray, bool]:
@@ -226,6 +215,8 @@ def degrees_of(spans: Spans, devices: int, most: int) -> tuple[numpy.ndarray, bo
 
 
 def work_bound(workload: Workload, machine: Machine, training: Training) -> float:
-    """No plan is faster: all devices compute all the time, each as fast as the fastest kind."""
-    work = float(workload.seconds.min(axis=0).sum()) / machine.world_size
-    return work * (training.microbatches if training.flushes else 1)
+    """No plan is faster: all devices compute all the time, each as fast as the fastest kind; in a step with a flush, a microbatch
+    passes all layers."""
+    work = float(workload.seconds.min(axis=0).sum())
+    shared = work / machine.world_size
+    return max(shared * training.microbatches, work) if training.flushes else shared

@@ -14,8 +14,8 @@ from pdcompiler.core.graph_txt import Graph
 from pdcompiler.core.machine import Device, Level, Machine
 from pdcompiler.core.plan import Evaluation, Plan, PlannedStage, Training
 from pdcompiler.core.workload import Value, Workload
+from pdcompiler.found import Found
 from pdcompiler.passes.partition.evaluate import evaluate
-from pdcompiler.search import Found
 
 PROFILE = Path(__file__).parents[2] / "shared" / "data" / "pipedream_profiles" / "vgg16.txt"
 

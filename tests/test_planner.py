@@ -14,9 +14,9 @@ from pdcompiler.core.errors import CompileError
 from pdcompiler.core.machine import Level, Machine
 from pdcompiler.core.plan import SCHEDULE_KINDS, Plan, PlannedStage, Training
 from pdcompiler.core.workload import Value, Workload, in_order
+from pdcompiler.found import Found
 from pdcompiler.passes.partition.evaluate import evaluate
 from pdcompiler.planner import plan, straight_plan
-from pdcompiler.search import Found
 from pdcompiler.testing import machines, trainings, workloads
 from tests.planning import best_by_force
 

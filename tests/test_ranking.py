@@ -16,10 +16,10 @@ from pdcompiler import ranking as module
 from pdcompiler.core.machine import Device, Machine
 from pdcompiler.core.plan import FLUSHING, SCHEDULE_KINDS, Evaluation, Plan, PlannedStage, Training
 from pdcompiler.core.workload import Value, Workload
+from pdcompiler.found import Found
 from pdcompiler.passes.partition.evaluate import evaluate
 from pdcompiler.passes.schedules.named import SCHEDULES
 from pdcompiler.ranking import Walked, best_of, schedule_of, seconds_of, step_seconds, walked
-from pdcompiler.search import Found
 
 DEVICE = Device("device", 1.0, 1.0, 1e9)
 MACHINE = Machine.flat(64, bytes_per_second=1.0, latency_seconds=0.0, device=DEVICE, overlap=True)

@@ -10,10 +10,13 @@
 `share` is the part of the microbatches that the busiest replica runs; n, between two reductions, is the number of
 microbatches of a step, or with `pipedream` the stage's replicas. A step takes
 
-    gpipe, 1f1b                (microbatches - 1) * slowest + sum over stages (+ entering, where the stage's own time hides it)
-    pipedream, pipedream-2bw   slowest, per microbatch
+    gpipe, 1f1b                max over stages of (own microbatches - 1) * once
+                               + sum over stages of once (+ entering, where the stage's own time hides it)
+    pipedream, pipedream-2bw   max over stages of seconds, per microbatch
 
-With several pipelines, each has its part of the microbatches. A value is charged once to each stage that it touches.
+where `own` are those of a stage's busiest replica, and once = seconds / share is what each of them takes there: replicas share
+out microbatches, but each microbatch passes one of them. Without replicas that is (microbatches - 1) * slowest + sum. With
+several pipelines, each has its part of the microbatches. A value is charged once to each stage that it touches.
 """
 
 from __future__ import annotations
@@ -33,11 +36,14 @@ def evaluate(plan: Plan, workload: Workload, machine: Machine, training: Trainin
     devices, borders = list(_ranges(plan)), _border_bytes(plan, workload)
     stages = tuple(_stage(plan, i, devices[i], borders[i], workload, machine, own) for i in range(len(plan.stages)))
     fits = all(cost.memory <= _memory(machine, *devices[i]) for i, cost in enumerate(stages))
-    slowest = max(cost.seconds for cost in stages)
     if not training.flushes:
-        return Evaluation(slowest / plan.pipelines, stages, fits)
-    passing = sum(cost.seconds + (cost.entering if machine.overlap else 0.0) for cost in stages)
-    return Evaluation((own.microbatches - 1) * slowest + passing, stages, fits)
+        return Evaluation(max(cost.seconds for cost in stages) / plan.pipelines, stages, fits)
+    held, passing = 0.0, 0.0
+    for stage, cost in zip(plan.stages, stages, strict=True):
+        once = cost.seconds / own.share(stage.replicas)
+        held = max(held, (-(-own.microbatches // stage.replicas) - 1) * once)
+        passing += once + (cost.entering if machine.overlap else 0.0)
+    return Evaluation(held + passing, stages, fits)
 
 
 def check_plan(plan: Plan, workload: Workload, machine: Machine) -> None:

@@ -71,7 +71,7 @@ def stages_of(spans: Spans, terms: Terms, *, recompute: bool = False) -> Stages:
     columns = (spans.parameters, spans.entering, spans.leaving)
     reduced = terms.reduce_factor * spans.parameters / terms.bandwidth.max()
     shared = work + reduced / 2 if terms.kind == PIPEDREAM else work  # work + reduced (r - 1) / r <= time * r
-    return Stages(spans.start, spans.end, spans.before(), work, shared, numpy.minimum(versions, NONE), kept, extra, *columns)
+    return Stages(spans.start, spans.end, spans.before, work, shared, numpy.minimum(versions, NONE), kept, extra, *columns)
 
 
 def fewest_devices(

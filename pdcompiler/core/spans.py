@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy
 import numpy.typing
@@ -39,6 +40,7 @@ class Spans:
     messages: Floats
     layers: Callable[[int], tuple[int, ...]]
 
+    @cached_property
     def before(self) -> Floats:
         """(states): the work of all layers before each state, no more than it is; 0 where it is not known, or differs by kind."""
         both, first = self.forward[0] + self.backward[0], slice(0, int(self.start[1]))

@@ -13,7 +13,7 @@ from pdcompiler.core.plan import Training
 from pdcompiler.core.spans import Spans
 from pdcompiler.core.stage_time import terms_of
 from pdcompiler.core.workload import Workload
-from pdcompiler.passes.partition.by_devices import best_by_devices
+from pdcompiler.passes.partition.by_devices import ByDevices
 from pdcompiler.passes.partition.probe import fewest_devices, stages_of
 from pdcompiler.passes.partition.spans import chain_spans
 from pdcompiler.testing import machines, trainings, workloads
@@ -36,7 +36,7 @@ def test_as_the_recurrence_over_devices(workload: Workload, machine: Machine, tr
     if not len(allowed):
         assert probe(1e30) is None
         return
-    best = best_by_devices(spans, terms, devices, allowed, recompute=training.recompute).best[0]
+    best = ByDevices(spans, terms, devices, allowed, recompute=training.recompute).solve().best[0]
     least, more = best.min(), max(best.min() * (1 + 1e-9), 1e-9)
     found = probe(more)
     if least == numpy.inf:
@@ -52,7 +52,7 @@ def test_as_the_recurrence_over_devices(workload: Workload, machine: Machine, tr
 def test_two_states_may_have_several_stages(workload: Workload, machine: Machine, training: Training) -> None:
     spans, devices = chain_spans(workload), machine.world_size
     terms = terms_of(machine, training, 1, devices)
-    least = best_by_devices(spans, terms, devices, numpy.arange(1, devices + 1)).best[0].min()
+    least = ByDevices(spans, terms, devices, numpy.arange(1, devices + 1)).solve().best[0].min()
     for seconds in (1.0, least * (1 + 1e-9) if 0 < least < numpy.inf else 1.0):
         alone, among = (fewest_devices(stages_of(own, terms), terms, devices, seconds) for own in (spans, with_slower(spans)))
         assert (alone is None) == (among is None)
