@@ -30,6 +30,7 @@ from pdcompiler.core.plan import Training
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.verify import verify_program, verify_staged, verify_trace
 from pdcompiler.core.verify_ranks import verify_ranks
+from pdcompiler.found import Found
 from pdcompiler.own_plan import check_memory, knows_memory
 from pdcompiler.passes.partition.check_partition import check_partition, plan_of_stages
 from pdcompiler.passes.partition.evaluate import evaluate
@@ -52,7 +53,6 @@ from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
 from pdcompiler.passes.tracing.trace import capture_joint
 from pdcompiler.planner import explain, judge, plan_in_order, ranked, straight_plan
-from pdcompiler.search import Found
 
 
 @dataclass(frozen=True)
