@@ -28,8 +28,8 @@ MULTIPLES, FEW_IN_STEP = (2, 3, 4), 3
 
 
 def plans_in_step(
-    best: Found, workload: Workload, classes: list[tuple[Spans, str]], machine: Machine, training: Training, quick: bool
-) -> list[Found]:  # fmt: skip
+    best: Found, workload: Workload, classes: list[tuple[Spans, str]], machine: Machine, training: Training
+) -> list[Found]:
     """Plans whose stages have r replicas each, or r and k r, those that are faster by the formula than the best plan of all is as
     walked; none where that takes what the formula says."""
     found, least = list[Found](), best_of((best, *best.others), machine, training)[1].seconds
@@ -38,7 +38,7 @@ def plans_in_step(
     for spans, _ in classes:
         for pipelines in pipeline_counts(machine, training):
             for replicas in _replicas_in_step(best, machine.world_size // pipelines, training.of_one(pipelines)):
-                search = Search(workload, spans, machine, training, pipelines, replicas=replicas, quick=quick)
+                search = Search(workload, spans, machine, training, pipelines, replicas=replicas)
                 own, _ = search.run(least)
                 if own is not None:
                     few = (own, *near(own, search.seen)[:FEW_IN_STEP])

@@ -155,7 +155,8 @@ class Pipeline:
         """Through autograd itself, so that hooks on parameters fire, once a step, and `.grad` is added to."""
         reduced: dict[str, Tensor] = dict(result.get("reduced", {}))
         if self.rank is None:
-            reduced = {name: value for name, value in reduced.items() if self.runner.holders()[name][0] == rank}
+            holders = self.runner.holders()
+            reduced = {name: value for name, value in reduced.items() if holders[name][0] == rank}
         found = dict(reduced)
         for stage, gradients in result.get("gradients", {}).items():
             names = compiled.program.gradient_names[stage]

@@ -45,16 +45,14 @@ ORDERS = 12
 """Of a graph with more states than MOST_LATTICE."""
 
 
-def plan(
-    workload: Workload, machine: Machine, training: Training, *, in_order: bool = False, where: str = "", quick: bool = False
-) -> Found:  # fmt: skip
+def plan(workload: Workload, machine: Machine, training: Training, *, in_order: bool = False, where: str = "") -> Found:
     """The best plan on at most the machine's devices. in_order: only stages that are contiguous in the workload's own order.
-    where: which of a model's cuts the workload has, if not all, in words.   quick: a good plan, by probes alone where they do.
+    where: which of a model's cuts the workload has, if not all, in words.
 
     Raises CompileError where none fits the devices' memory, naming the stage that comes nearest and what to change.
     """
     classes = [(chain_spans(workload), where or IN_ORDER)] if in_order else candidate_stages(workload)
-    best = _best(workload, classes, machine, training, quick)
+    best = _best(workload, classes, machine, training)
     return best or refuse(machine, training, classes[0][1], lambda *other: _any(workload, classes, *other))
 
 
@@ -101,29 +99,27 @@ def straight_plan(workload: Workload, machine: Machine, training: Training) -> F
     return replace(found, bound=min(bound, found.evaluation.seconds), how=STRAIGHT, others=others)
 
 
-def plan_in_order(problem: Problem, machine: Machine, training: Training, *, quick: bool = False) -> tuple[Problem, Found]:
+def plan_in_order(problem: Problem, machine: Machine, training: Training) -> tuple[Problem, Found]:
     """The best plan of a trace, its stages contiguous; and the problem with the layers that the plan speaks of: the narrowest
     cuts of a large one, so that the search ends within seconds."""
     choices = machine.world_size * training.most_replicas(machine.world_size)
     most = round(min(max((1.2e9 / choices) ** 0.5, FEWEST_PLACES), MOST_PLACES))
     if problem.workload.layers <= most:
-        return problem, plan(problem.workload, machine, training, in_order=True, quick=quick)
+        return problem, plan(problem.workload, machine, training, in_order=True)
     parts = narrow_parts(problem.workload, most)
     places = tuple(problem.places[part[0]] for part in parts)
     narrow = replace(problem, places=places, workload=merge(problem.workload, parts))
     where = f"{most} narrowest cuts in the model's own order"
-    found = plan(narrow.workload, machine, training, in_order=True, where=where, quick=quick)
+    found = plan(narrow.workload, machine, training, in_order=True, where=where)
     return narrow, replace(found, bound=min(found.evaluation.seconds, work_bound(narrow.workload, machine, training)))
 
 
-def _best(
-    workload: Workload, classes: list[tuple[Spans, str]], machine: Machine, training: Training, quick: bool
-) -> Found | None:  # fmt: skip
+def _best(workload: Workload, classes: list[tuple[Spans, str]], machine: Machine, training: Training) -> Found | None:
     best: Found | None = None
     bounds, seen = [], list[Found]()
     for spans, how in classes:
         for pipelines in pipeline_counts(machine, training):
-            search = Search(workload, spans, machine, training, pipelines, quick=quick)
+            search = Search(workload, spans, machine, training, pipelines)
             found, bound = search.run(best.evaluation.seconds if best else numpy.inf)
             bounds.append(bound if search.all_degrees else work_bound(workload, machine, training))
             best = replace(found, how=f"{how}, {search.replications()}") if found else best
@@ -134,7 +130,7 @@ def _best(
     best = replace(best, bound=min(bound, best.evaluation.seconds), others=near(best, seen))
     if not training.flushes:
         return best
-    return replace(best, others=(*best.others, *plans_in_step(best, workload, classes, machine, training, quick)))
+    return replace(best, others=(*best.others, *plans_in_step(best, workload, classes, machine, training)))
 
 
 def ranked(found: Found, machine: Machine, training: Training) -> Found:

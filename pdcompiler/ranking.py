@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
 
 from pdcompiler.core.depths import least_depths
@@ -20,11 +19,11 @@ from pdcompiler.core.errors import CompileError
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.period import Seconds, drained, period
 from pdcompiler.core.plan import Evaluation, Plan, Training
-from pdcompiler.core.schedule import Action, Schedule
+from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.ticks import Ticks, pipedream_depths
 from pdcompiler.core.timing import timing
 from pdcompiler.found import Found
-from pdcompiler.passes.schedules.named import SCHEDULES
+from pdcompiler.passes.schedules.named import replicated
 
 EQUAL = 1e-6
 UNLIMITED = 10**6
@@ -106,20 +105,8 @@ def _all_forwards_first(replicas: Sequence[int], microbatches: int) -> tuple[int
 
 
 def schedule_of(plan: Plan, training: Training) -> Schedule:
-    """Who runs what when: a rank for each replica, with its share of the microbatches in the named schedule's order."""
-    ranks = []
-    for index, stage in enumerate(plan.stages):
-        for replica in range(stage.replicas):
-            own = range(replica, training.microbatches, stage.replicas)
-            order = _order(training.schedule, -(-plan.downstream(index) // stage.replicas), len(own)) if own else ()
-            ranks.append(tuple(Action(action.phase, index, own[action.microbatch]) for action in order))
-    return Schedule(tuple(ranks), training.schedule)
-
-
-@lru_cache(maxsize=1024)
-def _order(name: str, later: int, microbatches: int) -> tuple[Action, ...]:
-    """Of a rank with so many later stages."""
-    return SCHEDULES[name](later + 1, microbatches).ranks[0]
+    """Who runs what when, in one of the plan's pipelines."""
+    return replicated(training.schedule, [stage.replicas for stage in plan.stages], training.microbatches)
 
 
 def _asynchronous(plan: Plan, evaluation: Evaluation, machine: Machine, training: Training, seconds: Seconds) -> Walked:

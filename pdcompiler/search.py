@@ -37,14 +37,13 @@ MOST_SEARCHED = 2e8
 
 class Search:
     """The best plan with a given number of pipelines. straight: with one rank a stage, on all devices.   replicas: those that a
-    stage may have; None: any.   quick: on equal devices by probes alone: of a flushing step a good plan, without a bound."""
+    stage may have; None: any."""
 
     def __init__(
         self, workload: Workload, spans: Spans, machine: Machine, training: Training, pipelines: int = 1, straight: bool = False,
-        replicas: Sequence[int] | None = None, quick: bool = False,
+        replicas: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.workload, self.spans, self.machine, self.training, self.pipelines = workload, spans, machine, training, pipelines
-        self.quick = quick
         self.devices = machine.world_size // pipelines
         self.terms: Terms = terms_of(machine, training, pipelines, self.devices)
         self.equal_devices = len(machine.devices) == 1 and not straight
@@ -67,7 +66,7 @@ class Search:
         if beat <= 0.0:
             return None, beat
         if self.by_probes:
-            return self._bisect(beat, NEARLY if self.quick else CLOSE)
+            return self._bisect(beat)
         return self._caps(beat) if self.training.flushes else self._recur(beat)
 
     @cached_property
@@ -174,8 +173,6 @@ class Search:
         if found is None:
             return None, beat
         best = found if found.evaluation.seconds < beat * (1 - CLOSE) else None
-        if self.quick:
-            return best, 0.0
         caps = Caps(lambda cap, below: self._solve(cap, True, below), self._held, lambda: self.steps > MOST_SEARCHED)
         return caps.run(best, min(beat, found.evaluation.seconds), least, self.work)
 
@@ -188,7 +185,7 @@ class Search:
         before = len(self.seen)
         self._bisect(numpy.inf, close=NEARLY)
         best = min(self.seen[before:], key=lambda found: found.evaluation.seconds, default=None)
-        if best is None or self.quick:
+        if best is None:
             return best, 0.0
         if not self.all_degrees and len(self.probed) > len(self.degrees):
             also = {stage.replicas for found in self.seen[before:] for stage in found.plan.stages}
@@ -199,11 +196,8 @@ class Search:
 
     def _held(self, found: Found) -> float:
         """How long the stage that holds a step up the longest does: all its microbatches but one."""
-        own = self.training.of_one(self.pipelines)
-        return max(
-            (-(-own.microbatches // stage.replicas) - 1) * cost.seconds / own.share(stage.replicas)
-            for stage, cost in zip(found.plan.stages, found.evaluation.stages, strict=True)
-        )  # fmt: skip
+        own, pairs = self.training.of_one(self.pipelines), zip(found.plan.stages, found.evaluation.stages, strict=True)
+        return max(own.held(stage.replicas, cost.seconds) for stage, cost in pairs)
 
 
 def degrees_of(spans: Spans, devices: int, most: int) -> tuple[numpy.ndarray, bool]:

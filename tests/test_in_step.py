@@ -50,7 +50,7 @@ def test_nothing_is_searched_where_the_walk_takes_what_the_formula_says() -> Non
     workload, own, training = layers([1.0, 1.0], [0.0, 0.0]), machine(2, 100.0), Training("1f1b", 4)
     straight = Plan((PlannedStage((0,)), PlannedStage((1,))))
     best = Found(straight, evaluate(straight, workload, own, training), 0.0, "")
-    assert plans_in_step(best, workload, [(chain_spans(workload), "")], own, training, quick=False) == []
+    assert plans_in_step(best, workload, [(chain_spans(workload), "")], own, training) == []
 
 
 seconds_of_layers = st.integers(1, 8).map(float)

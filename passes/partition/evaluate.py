@@ -40,9 +40,8 @@ def evaluate(plan: Plan, workload: Workload, machine: Machine, training: Trainin
         return Evaluation(max(cost.seconds for cost in stages) / plan.pipelines, stages, fits)
     held, passing = 0.0, 0.0
     for stage, cost in zip(plan.stages, stages, strict=True):
-        once = cost.seconds / own.share(stage.replicas)
-        held = max(held, (-(-own.microbatches // stage.replicas) - 1) * once)
-        passing += once + (cost.entering if machine.overlap else 0.0)
+        held = max(held, own.held(stage.replicas, cost.seconds))
+        passing += own.once(stage.replicas, cost.seconds) + (cost.entering if machine.overlap else 0.0)
     return Evaluation(held + passing, stages, fits)
 
 

@@ -63,9 +63,10 @@ class _Lowering:
         self.values: dict[tuple[str, int], fx.Node] = {}
         self.buffers: dict[tuple[int, int], fx.Node] = {}
         own: dict[tuple[int, int], list[int]] = defaultdict(list)  # microbatches of a stage and rank
-        for rank, action in schedule.order():
-            if action.phase == "F" and step.microbatches[action.microbatch].counts:
-                own[action.stage, rank].append(action.microbatch)
+        for rank, actions in enumerate(schedule.ranks):
+            for action in actions:
+                if action.phase == "F" and step.microbatches[action.microbatch].counts:
+                    own[action.stage, rank].append(action.microbatch)
         self.gradients = {where: _Total(self.writer, f"stage{where[0]}_gradients", sorted(own[where])) for where in sorted(own)}
         self.losses = {where: _Total(self.writer, "loss", sorted(own[where])) for where in sorted(own)}
 

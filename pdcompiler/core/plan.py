@@ -56,7 +56,19 @@ class Training:
         """The part of the microbatches that the busiest of some replicas runs."""
         if self.schedule == "pipedream":
             return 1 / replicas
-        return -(-self.microbatches // replicas) / self.microbatches
+        return self.own(replicas) / self.microbatches
+
+    def own(self, replicas: int) -> int:
+        """The microbatches that the busiest of some replicas runs, of a step."""
+        return -(-self.microbatches // replicas)
+
+    def once(self, replicas: int, seconds: float) -> float:
+        """What each of them takes there, for a stage that takes so long per microbatch."""
+        return seconds / self.share(replicas)
+
+    def held(self, replicas: int, seconds: float) -> float:
+        """How long such a stage holds up a step with a flush: all its microbatches but one."""
+        return (self.own(replicas) - 1) * self.once(replicas, seconds)
 
     def most_replicas(self, devices: int) -> int:
         """Of a stage in a pipeline of so many devices: each gets a microbatch of every step."""
@@ -65,7 +77,7 @@ class Training:
     def in_flight(self, replicas: int, downstream: int) -> int:
         """Microbatches whose saved values a replica holds at once. downstream: devices of all later stages."""
         warm = -(-downstream // replicas) + 1  # PipeDream's NOAM: ceil((replicas + downstream) / replicas)
-        own = -(-self.microbatches // replicas)
+        own = self.own(replicas)
         return {"gpipe": own, "1f1b": min(warm, own)}.get(self.schedule, warm)
 
     def versions(self, replicas: int, downstream: int) -> int:
