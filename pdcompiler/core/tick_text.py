@@ -61,19 +61,28 @@ class TickUpdate:
 
 
 @dataclass(frozen=True)
+class TickLoss:
+    """Of a minibatch: every rank knows it after the tick."""
+
+    minibatch: int
+    turn: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class TickText:
-    """What runs in a tick, in order.   finished: the minibatch whose loss every rank knows afterwards.   feeds: whether a
-    minibatch comes in.   last: whether it ends a drain."""
+    """What runs in a tick, in order.   losses: those that every rank then knows, at the end of a drain all that are left.
+    feeds: whether a minibatch comes in.   last: whether it ends a drain."""
 
     items: tuple[TickForward | TickBackward | TickUpdate, ...]
-    finished: int | None
+    losses: tuple[TickLoss, ...]
     feeds: bool
     last: bool = False
 
     @property
     def minibatches(self) -> tuple[int, ...]:
-        """Those that run, or whose gradients are summed, in this tick."""
+        """Those that run, whose gradients are summed, or whose losses are told, in this tick."""
         found = {0} if self.feeds else set()
+        found |= {loss.minibatch for loss in self.losses}
         for item in self.items:
             found |= {item.minibatch} if isinstance(item, TickBackward) else set()
             found |= set(item.minibatches) if isinstance(item, TickUpdate) else set()
@@ -83,10 +92,11 @@ class TickText:
 def tick_text(ticks: Ticks, number: int, minibatches: int | None = None) -> TickText:
     """Tick `number`. minibatches: how many there are, once that is known: in the ticks of a drain."""
     items = tuple(_items(ticks, number, minibatches))
-    done = number - ticks.depths[0]
-    is_known = done >= 0 and (minibatches is None or done < minibatches)
     last = minibatches is not None and number == last_tick(ticks, minibatches)
-    return TickText(items, -ticks.depths[0] if is_known else None, minibatches is None or number < minibatches, last)
+    first = number - ticks.until_known
+    told = range(max(0, first), minibatches if last and minibatches else first + 1)
+    losses = tuple(TickLoss(t - number, _turn(ticks, t)) for t in told)
+    return TickText(items, losses, minibatches is None or number < minibatches, last)
 
 
 def last_tick(ticks: Ticks, minibatches: int) -> int:
