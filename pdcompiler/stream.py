@@ -136,6 +136,8 @@ class Stream:
             )
         spans = batch.spans(count)
         staged = self.runner.traces.staged(batch, [stop - start for start, stop in spans], True)
+        for own in staged.values():
+            self._check_trained(own)
         return [Microbatch(0, stop - start, staged[stop - start]) for start, stop in spans]
 
     def _tick(self, new: Fed | None, batch: Batch | None, total: int | None) -> list[StepResult]:
@@ -227,6 +229,17 @@ class Stream:
     def _memory(self) -> StreamMemory:
         assert self.memory is not None
         return self.memory
+
+    def _check_trained(self, staged: Staged) -> None:
+        """A round's gradients are of one set of parameters, that of the optimizers."""
+        for stage in staged.stages:
+            known = stage.gradients if self.memory is None else self.memory.gradient_names[stage.index]
+            if differing := set(known) ^ set(stage.gradients):
+                names = ", ".join(sorted(differing))
+                raise CompileError(
+                    f"what is trained has changed since the optimizers were made: {names} on stage {stage.index}",
+                    ways_out=("requires_grad as it was", "a new pipeline, after a drain"),
+                )  # fmt: skip
 
     def _check_weights(self, weights: Sequence[float]) -> None:
         if not all(weights):

@@ -4,8 +4,8 @@
     F 0 on stage 0, replica 1                   the same text: the same replicas run, in steady state,
     B -2 on stage 0, replica 1                  so ticks 3 and 5 run one program
     update of stage 0 with -3 and -2
-    F 0 on stage 1
-    B 0 on stage 1
+    F 0 on stage 1, replica 0
+    B 0 on stage 1, replica 0
     update of stage 1 with 0
 
 Old weights live as long as a forward or a backward to come is on them, and no longer:
@@ -35,6 +35,10 @@ class TickForward:
     kept: bool = False
     next: int | None = None
 
+    def __str__(self) -> str:
+        kept = " on kept weights" if self.kept else ""
+        return f"F 0 on stage {self.stage}, replica {self.turn[self.stage]}{kept}"
+
 
 @dataclass(frozen=True)
 class TickBackward:
@@ -44,6 +48,9 @@ class TickBackward:
     turn: tuple[int, ...]
     minibatch: int
     before: int | None = None
+
+    def __str__(self) -> str:
+        return f"B {self.minibatch} on stage {self.stage}, replica {self.turn[self.stage]}"
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,9 @@ class TickUpdate:
     in_flight: bool
     next: tuple[int | None, ...]
     mean: bool
+
+    def __str__(self) -> str:
+        return f"update of stage {self.stage} with {' and '.join(map(str, self.minibatches))}"
 
 
 @dataclass(frozen=True)
