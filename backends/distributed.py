@@ -147,6 +147,12 @@ class Distributed:
         parts = torch.split(total, [value.numel() for value in values])
         return tuple(part.view(value.shape) for part, value in zip(parts, values, strict=True))
 
+    def of_all(self, value: Tensor, operation: Any) -> Tensor:
+        """One number of all ranks together, summed in float64 (or its largest)."""
+        total = value.detach().to(torch.float64, copy=True)
+        self._reach([rank for rank in range(dist.get_world_size()) if rank != self.rank], dist.all_reduce, total, operation)
+        return total.to(value.dtype)
+
     def _reach(self, peers: Sequence[int], call: Callable[..., Any], *args: Any) -> Any:
         """Call what needs peers."""
         try:
