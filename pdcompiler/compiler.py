@@ -209,9 +209,8 @@ def compile_tick(
 
 def compile_ranks(request: Request, program: Program, in_flight: int = 1) -> tuple[RankProgram, ...]:
     """One program per rank, proved free of deadlock. in_flight: of a tick's program, the ticks whose messages may be open."""
-    passes = [on_each(reuse_memory)]
-    if request.overlap:
-        passes.append(on_each(bind(overlap_transfers, window=receive_window(program, in_flight))))
+    window = receive_window(program, in_flight) if request.overlap else {}
+    passes = [on_each(reuse_memory), on_each(bind(overlap_transfers, window=window))]
     return run_passes(split_ranks(program), passes, verify_ranks, request.watch)
 
 
