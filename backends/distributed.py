@@ -95,9 +95,7 @@ class Distributed:
         """What each word of the vocabulary does here; `pure` are those without messages."""
         return {
             **pure,
-            ops.weights: lambda *, stage, rank: memory.weights(stage, rank),
-            ops.buffers: lambda *, stage, rank: memory.buffers(stage, rank),
-            ops.write_buffers: memory.write_buffers,
+            **memory.words(),
             ops.send: self.send,
             ops.recv: self.recv,
             ops.start_recv: self.start_recv,
@@ -111,6 +109,11 @@ class Distributed:
         open_ = self.sending[channel]
         open_.append((self._reach((to,), dist.isend, value, to, self.channels[channel], self.tag), to, value))
         self._finish_sends(channel, self.window.get(channel, 1))
+
+    def finish_sends(self) -> None:
+        """Wait until everything that was sent has been taken."""
+        for channel in self.sending:
+            self._finish_sends(channel, 0)
 
     def _finish_sends(self, channel: str, keep: int) -> None:
         """Wait for the oldest sends of a channel, until at most `keep` are open."""
@@ -152,15 +155,19 @@ class Distributed:
                 raise Lost(peers, re.sub(r"^\[\S*\] ", "", text).split(". ")[0]) from error
             raise
 
-    def run(self, program: RankProgram, module: fx.GraphModule, inputs: Mapping[str, Any], window: Mapping[str, int]) -> Any:
-        """Run the program; an error anywhere is raised on every rank as WorkerError with its root cause."""
+    def run(
+        self, program: RankProgram, module: fx.GraphModule, inputs: Mapping[str, Any], window: Mapping[str, int],
+        finish: bool = True,
+    ) -> Any:  # fmt: skip
+        """Run the program; an error anywhere is raised on every rank as WorkerError with its root cause. finish: wait for what it
+        sends; else that goes on while later programs run."""
         self.window = window
         names = [str(node.target) for node in program.graph.nodes if node.op == "placeholder"]
         try:
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
                 results = module(*(inputs[name] for name in names))
-            for channel in self.sending:
-                self._finish_sends(channel, 0)
+            if finish:
+                self.finish_sends()
             return results
         except Exception as error:
             self.fail(error, module)
