@@ -17,6 +17,7 @@ from gpt import token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+
 class Vgg(nn.Module):
     """The thirteen convolutions and three fully connected layers of VGG-16, of a quarter of the width, for images of 64 x 64."""
 
