@@ -11,8 +11,9 @@ Communication / computation of data parallelism, without overlap, for one round 
     AWD LM    no profile was published. It ran on 4 devices, a straight pipeline 4.25x as fast as data parallelism. No pipeline
               of 4 takes less than a round's computation for 4 minibatches, so communication that nothing hid was 3.25 of it.
 
-What the paper reports against data parallelism on cluster A (Narayanan et al., PipeDream, SOSP 2019, table 1; quoted from memory of
-it in the project's notes): VGG-16 5.28x, AWD LM 4.25x, in epoch time and time to accuracy; GNMT-16 2.92x to accuracy, 2.34x an epoch.
+What the paper reports against data parallelism on cluster A (Narayanan et al., PipeDream, SOSP 2019, table 1; quoted from memory
+of it in the project's notes): VGG-16 5.28x, AWD LM 4.25x, in epoch time and in time to accuracy; GNMT-16 2.92x to accuracy, 2.34x
+in epoch time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One model on a slow link between two hosts: the ways to train it that `against_data_parallel.py` compares, ready to take turns.
 
-The link is made as slow as the model's ratio of communication to computation asks for; the planner's plans are for that link, with
+The link is made as slow as the ratio of communication to computation asks for; the planner's plans are for that link, with
 costs profiled here. Not here: the hosts (`hosts.py`), the ratios (`cluster_a.py`), turns and tables.
 """
 
