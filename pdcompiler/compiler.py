@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pdcompiler.at_depths import at_depths, evaluation_at
 from pdcompiler.core.batch import Batch
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.ir import Microbatch, Program, RankProgram, Staged, Step, Trace
@@ -29,6 +30,7 @@ from pdcompiler.core.pass_manager import Watch, run_passes
 from pdcompiler.core.plan import Training
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.tick_text import TickText
+from pdcompiler.core.ticks import Ticks
 from pdcompiler.core.verify import verify_program, verify_staged, verify_trace
 from pdcompiler.core.verify_ranks import verify_ranks
 from pdcompiler.found import Found
@@ -73,6 +75,8 @@ class Request:
     training: Training = field(default_factory=Training)
     replicas: tuple[int, ...] | None = None
     """Of each stage; None: one each."""
+    ticks: Ticks | None = None
+    """Of a schedule without flushes."""
 
 
 def trace_model(request: Request, batch: Batch, *, rows: int, symbolic: bool, gradients: bool) -> Trace:
@@ -115,6 +119,9 @@ def _partition(request: Request, trace: Trace, rows: int) -> Partition:
         found = judge(chosen, problem.workload, machine, request.training)
         check_memory(found.evaluation, problem.workload, machine, request.training)
     found = ranked(found, machine, request.training)
+    if request.ticks is not None:
+        found = at_depths(found, request.ticks, machine)
+        check_memory(found.evaluation, problem.workload, machine, request.training)
     return explained(request.model, trace, problem, found, machine, request.training)
 
 
@@ -126,6 +133,8 @@ def check_given(request: Request, partition: Partition, trace: Trace, machine: M
         given = plan_of_stages(problem, stage_of)
         if given is not None:
             evaluation = evaluate(given, problem.workload, machine, request.training)
+            if request.ticks is not None:
+                evaluation = evaluation_at(evaluation, request.ticks)
             check_memory(evaluation, problem.workload, machine, request.training)
 
 

@@ -92,12 +92,12 @@ def compile(
     held_on = _device(model, device)
     on_cuda = (held_on or next(iter(model.parameters()), torch.empty(0)).device).type == "cuda"
     chosen, training = _machine(machine, world_size), training_of(ticks or flushing)
-    request = Request(model, world_size, loss_fn, chosen, given, not on_cuda, held_on, watch, training, placed[0])
+    request = Request(model, world_size, loss_fn, chosen, given, not on_cuda, held_on, watch, training, placed[0], ticks)
     if automatic:
         batch = read_batch(model, example_args, example_kwargs or {}, example_target, batch_dims)
         flushing = read_schedule(flushing.name, placed, best_microbatches(request, batch))
         request = replace(request, training=training_of(flushing))
-    options = Options(flushing, loss_weight, batch_dims, timeout, init, ticks, optimizer, scales)
+    options = Options(flushing, loss_weight, batch_dims, timeout, init, optimizer, scales)
     pipe = Pipeline(request, options, None if running is None else running[0])
     if example_args or example_kwargs:
         pipe.prepare(*example_args, target=example_target, **(example_kwargs or {}))

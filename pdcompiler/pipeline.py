@@ -36,12 +36,11 @@ class Options:
     """What of `compile`'s arguments the steps need."""
 
     schedule: Schedule
+    """Without flushes: what is evaluated with."""
     loss_weight: LossWeight
     batch_dims: BatchDims | None
     timeout: float
     init: Initialize | None
-    ticks: Ticks | None = None
-    """Of a schedule without flushes; `schedule` is then what it evaluates with."""
     optimizer: MakeOptimizer | None = None
     scale_learning_rate: bool = False
 
@@ -55,8 +54,8 @@ class Pipeline:
         self.runner = Runner(request, options.schedule, options.timeout, rank, self.holdings)
         self.stream: Stream | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        if options.ticks is not None and options.optimizer is not None:
-            self.stream = Stream(self.runner, options.ticks, options.optimizer, options.scale_learning_rate)
+        if request.ticks is not None and options.optimizer is not None:
+            self.stream = Stream(self.runner, request.ticks, options.optimizer, options.scale_learning_rate)
 
     # what was compiled
 
@@ -68,7 +67,7 @@ class Pipeline:
     @property
     def schedule(self) -> Schedule | Ticks:
         """The order of forwards and backwards on each rank; without flushes by ticks, with updates and how old weights are."""
-        return self.options.ticks or self.options.schedule
+        return self.request.ticks or self.options.schedule
 
     @property
     def program(self) -> Program:

@@ -172,8 +172,9 @@ class Stream:
         if key not in self.compiled:
             program = compile_tick(self.runner.request, text, plans, staged, dims, self.replicas)
             self.compiled[key] = self._programs(program, staged)
-        self.latest = self.compiled[key]
-        return self.latest
+        compiled = self.compiled[key]
+        self.latest = compiled if text.feeds else self.latest
+        return compiled
 
     def _programs(self, program: Program, staged: Staged) -> CompiledTick:
         runner, in_flight = self.runner, self.ticks.depths[0]

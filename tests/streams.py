@@ -115,9 +115,11 @@ def assert_equal(case: AsynchronousCase, seen: Seen, same: Callable[[Any, Any, s
             assert actual.keys() == weights.keys()
             for name, value in weights.items():
                 close(actual[name], value, f"{name} after update {version}")
-    for name, value in expected.buffers.items():
-        close(seen.buffers[name], value, name)
-    for index, loss in enumerate(losses_of_batches(case, expected)):
+    for name, value in seen.buffers.items():
+        close(value, expected.buffers[name], name)
+    losses = losses_of_batches(case, expected)
+    assert seen.losses.keys() == set(range(len(losses)))
+    for index, loss in enumerate(losses):
         close(seen.losses[index], loss, f"loss of batch {index}")
     for (stage, t), version in [*seen.forwards.items(), *seen.backwards.items()]:
         assert version == expected.forward_versions[stage][t], (stage, t)
@@ -130,6 +132,6 @@ def losses_of_batches(case: AsynchronousCase, expected: AsynchronousResult) -> l
     rows, found = case.rows_of_each(), []
     for first in range(0, case.count, case.batch):
         part = slice(first, first + case.batch)
-        shares = torch.tensor(rows[part]) / sum(rows[part])
+        shares = torch.tensor(rows[part], dtype=torch.float64) / sum(rows[part])
         found.append((torch.stack(expected.losses[part]) * shares).sum())
     return found

@@ -12,7 +12,12 @@ SAMPLE, ALL = 40, 500
 
 
 def check(case: AsynchronousCase) -> None:
-    assert_equal(case, run(case))
+    """All weights, buffers and losses; and which versions were really used."""
+    seen = run(case)
+    assert_equal(case, seen)
+    assert seen.weights.keys() == set(range(len(case.kinds)))
+    assert seen.buffers.keys() == dict(case.model().named_buffers()).keys()
+    assert seen.forwards.keys() == {(stage, t) for stage in range(len(case.kinds)) for t in range(case.count)}
 
 
 @settings(max_examples=SAMPLE)
