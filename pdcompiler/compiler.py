@@ -28,6 +28,7 @@ from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Partition, Problem
 from pdcompiler.core.pass_manager import Watch, run_passes
 from pdcompiler.core.plan import Training
+from pdcompiler.core.program_writer import BUCKET
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.tick_text import TickText
 from pdcompiler.core.ticks import Ticks
@@ -45,7 +46,9 @@ from pdcompiler.passes.program.insert_transfers import insert_transfers
 from pdcompiler.passes.program.lower_schedule import lower_schedule
 from pdcompiler.passes.program.lower_tick import lower_tick
 from pdcompiler.passes.program.merge_transfers import merge_transfers
+from pdcompiler.passes.program.split_backward import split_backward
 from pdcompiler.passes.program.split_ranks import split_ranks
+from pdcompiler.passes.ranks.overlap_reductions import overlap_reductions
 from pdcompiler.passes.ranks.overlap_transfers import overlap_transfers
 from pdcompiler.passes.ranks.reuse_memory import reuse_memory
 from pdcompiler.passes.stages.assign_stages import assign_stages
@@ -58,6 +61,9 @@ from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
 from pdcompiler.passes.tracing.trace import capture_joint
 from pdcompiler.planner import explain, judge, plan_in_order, ranked, straight_plan
+
+LATENCIES = 20
+"""That a bucket of gradients takes to travel, at least."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,8 @@ def compile_program(
     """One program over all ranks. holders: of each parameter that several ranks hold, these.   replicas: the ranks of each stage,
     where some have nothing to run in this step."""
     passes: list[Callable[[Program], Program]] = [
-        bind(insert_reductions, holders=holders),
+        bind(insert_reductions, holders=holders, bucket=bucket_bytes(request.machine)),
+        *((split_backward,) if request.overlap else ()),
         insert_transfers,
         bind(merge_transfers, machine=request.machine),
     ]
@@ -211,8 +218,13 @@ def compile_ranks(request: Request, program: Program, in_flight: int = 1) -> tup
     """One program per rank, proved free of deadlock. in_flight: of a tick's program, the ticks whose messages may be open."""
     passes = [on_each(reuse_memory)]
     if request.overlap:
-        passes.append(on_each(bind(overlap_transfers, window=receive_window(program, in_flight))))
+        passes += [on_each(bind(overlap_transfers, window=receive_window(program, in_flight))), on_each(overlap_reductions)]
     return run_passes(split_ranks(program), passes, verify_ranks, request.watch)
+
+
+def bucket_bytes(machine: Machine) -> float:
+    """Of a reduction: what takes so long to travel that its latency does not matter, at most DistributedDataParallel's."""
+    return min(LATENCIES * machine.link_latency_seconds * machine.link_bytes_per_second, BUCKET)
 
 
 def receive_window(program: Program, in_flight: int = 1) -> dict[str, int]:

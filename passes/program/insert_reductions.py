@@ -22,14 +22,15 @@ from torch import fx
 
 from pdcompiler.core import ops
 from pdcompiler.core.ir import Program, describe
-from pdcompiler.core.program_writer import buckets
+from pdcompiler.core.program_writer import BUCKET, buckets
 
 Parts = dict[int, fx.Node]
 """By rank."""
 
 
-def insert_reductions(program: Program, holders: Mapping[str, tuple[int, ...]]) -> Program:
-    """holders: for each parameter that several ranks hold, these. See the module's docstring."""
+def insert_reductions(program: Program, holders: Mapping[str, tuple[int, ...]], bucket: float = BUCKET) -> Program:
+    """holders: for each parameter that several ranks hold, these.   bucket: the most bytes of one reduction, unless one gradient
+    has more. See the module's docstring."""
     output = program.graph.output_node()
     results: dict[int, dict[str, Any]] = dict(output.args[0])  # type: ignore[arg-type]
     with program.graph.inserting_before(output):
@@ -39,7 +40,7 @@ def insert_reductions(program: Program, holders: Mapping[str, tuple[int, ...]]) 
         for name, found in parts.items():
             alike[tuple(found)].append(name)
         for group in alike.values():
-            for names in buckets({name: program.gradient_types[name] for name in group}):
+            for names in buckets({name: type for name, type in program.gradient_types.items() if name in group}, bucket):
                 sums |= _reduce(program, names, parts)
     for name, found in sums.items():
         first = next(iter(found.values()))

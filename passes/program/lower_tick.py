@@ -28,7 +28,7 @@ from torch import fx
 from pdcompiler.core import ops
 from pdcompiler.core.ir import Microbatch, Program, Stage, Staged, ValueType, describe, eliminate_dead_code
 from pdcompiler.core.names import identifier
-from pdcompiler.core.program_writer import Note, ProgramWriter, buckets, given_types, note_of
+from pdcompiler.core.program_writer import Note, ProgramWriter, as_they_are_made, buckets, given_types, note_of
 from pdcompiler.core.tick_text import TickBackward, TickForward, TickText, TickUpdate
 
 
@@ -181,7 +181,7 @@ class _Lowering:
             }
             for rank, total in totals.items()
         }
-        for names in buckets(types) if len(totals) > 1 else ():
+        for names in buckets(as_they_are_made(part)) if len(totals) > 1 else ():
             self._reduce(part.index, names, types, sums)
         return {rank: tuple(own[name] for name in part.gradients) for rank, own in sums.items()}
 
@@ -215,7 +215,7 @@ class _Lowering:
         return Program(
             graph, self.writer.root, len(self.ranks), None,
             {stage.index: stage.gradients for stage in stages},
-            {name: type for stage in stages for name, type in zip(stage.gradients, stage.gradient_types, strict=True)},
+            {name: type for stage in stages for name, type in as_they_are_made(stage).items()},
             {stage.index: stage.buffers for stage in stages},
         )  # fmt: skip
 
