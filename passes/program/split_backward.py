@@ -196,8 +196,9 @@ class _Rewrite:
     def _piece(self, number: int, piece: Piece, arguments: tuple[Any, ...]) -> tuple[fx.Node, ...]:
         """Call it, and name what it gives; returns the rest."""
         name = f"{self.call.target}_piece{number}"
-        if not hasattr(self.program.root, name):
-            self.program.root.add_module(name, piece.module)
+        while getattr(self.program.root, name, piece.module) is not piece.module:
+            name += "_"
+        self.program.root.add_module(name, piece.module)
         call = describe(self.graph.create_node("call_module", name, arguments), **self.note)
         gradients = self._item(call, 0, self.last.gradients)
         others = [node for node in self.call.users if node is not self.last.gradients]
