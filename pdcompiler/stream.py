@@ -1,8 +1,8 @@
 """Training without flushes: minibatch after minibatch goes in, and what has finished comes out, until the pipeline is drained.
 
-    step(batch 0) -> None        step(batch 3) -> loss of batch 1        (depth of stage 0: 2)
-    step(batch 1) -> None        ...
-    step(batch 2) -> batch 0     drain()       -> losses of the last two
+    step(batch 0) -> None                     step(batch 3) -> loss of batch 1          (three stages: depth 2)
+    step(batch 1) -> None                     ...
+    step(batch 2) -> loss of batch 0          drain()       -> losses of the last two
 
 Each call runs one tick (pipedream-2bw: one for each microbatch of a batch), from which it takes what it finds; no rank waits for
 the others at its end. Programs of ticks are remembered by their text. Not here: which weights are used (`core/tick_text.py`).
@@ -90,7 +90,8 @@ class Stream:
         self._check_unchanged()
         weights = loss_weights(batch, batch.spans(self.ticks.batch or 1), loss_weight)
         self._check_weights(weights)
-        plans, result = self._plans(batch), None
+        plans = self._plans(batch)
+        result: StepResult | None = None
         for place, (plan, weight) in enumerate(zip(plans, weights, strict=True)):
             start = sum(other.rows for other in plans[:place])
             tensors = {
@@ -99,7 +100,7 @@ class Stream:
             }
             versions = tuple(tensor._version for tensor in tensors.values())
             fed = Fed(plan, tensors, weight, self.batches, place == len(plans) - 1, versions)
-            result = self._tick(fed, batch, None) or result
+            result = next(iter(self._tick(fed, batch, None)), result)
         self.batches += 1
         return result
 
@@ -107,10 +108,9 @@ class Stream:
         """Finish all that is in flight, and update with what there is of the last rounds."""
         if not self.number:
             return []
-        total, results = self.number, []
+        total, results = self.number, list[StepResult]()
         while self.number <= last_tick(self.ticks, total):
-            result = self._tick(None, None, total)
-            results += [result] if result is not None else []
+            results += self._tick(None, None, total)
         if self.runner.backend is not None:
             self.runner.backend.finish_sends()
         with torch.no_grad():
@@ -136,9 +136,12 @@ class Stream:
             )
         spans = batch.spans(count)
         staged = self.runner.traces.staged(batch, [stop - start for start, stop in spans], True)
+        for own in staged.values():
+            self._check_trained(own)
         return [Microbatch(0, stop - start, staged[stop - start]) for start, stop in spans]
 
-    def _tick(self, new: Fed | None, batch: Batch | None, total: int | None) -> StepResult | None:
+    def _tick(self, new: Fed | None, batch: Batch | None, total: int | None) -> list[StepResult]:
+        """Run the next one; the batches that have finished."""
         text = tick_text(self.ticks, self.number, total)
         known = {**self.fed, **({} if new is None else {self.number: new})}
         plans = {minibatch: known[self.number + minibatch].plan for minibatch in text.minibatches}
@@ -147,10 +150,9 @@ class Stream:
         self._memory().tick = self.number
         results = self._run(compiled, new)
         self.number += 1
-        if text.finished is None:
-            return None
-        done = self.number - 1 + text.finished
-        return self._finished(done, next(iter(results.values()))["loss"])
+        losses = next(iter(results.values()))["losses"]
+        told = [self._finished(self.number - 1 + loss.minibatch, value) for loss, value in zip(text.losses, losses, strict=True)]
+        return [result for result in told if result is not None]
 
     def _finished(self, minibatch: int, loss: Tensor) -> StepResult | None:
         """The batch whose last minibatch this is."""
@@ -177,7 +179,7 @@ class Stream:
         return compiled
 
     def _programs(self, program: Program, staged: Staged) -> CompiledTick:
-        runner, in_flight = self.runner, self.ticks.depths[0]
+        runner, in_flight = self.runner, self.ticks.until_known
         if self.memory is None:
             self._hold(program, staged)
         ranks = compile_ranks(runner.request, program, in_flight)
@@ -227,6 +229,17 @@ class Stream:
     def _memory(self) -> StreamMemory:
         assert self.memory is not None
         return self.memory
+
+    def _check_trained(self, staged: Staged) -> None:
+        """A round's gradients are of one set of parameters, that of the optimizers."""
+        for stage in staged.stages:
+            known = stage.gradients if self.memory is None else self.memory.gradient_names[stage.index]
+            if differing := set(known) ^ set(stage.gradients):
+                names = ", ".join(sorted(differing))
+                raise CompileError(
+                    f"what is trained has changed since the optimizers were made: {names} on stage {stage.index}",
+                    ways_out=("requires_grad as it was", "a new pipeline, after a drain"),
+                )  # fmt: skip
 
     def _check_weights(self, weights: Sequence[float]) -> None:
         if not all(weights):

@@ -55,7 +55,9 @@ class StreamMemory(reference.Memory):
 
     def stash(self, value: Any, *, kind: str, stage: int, minibatch: int, rank: int) -> None:
         """See ops.stash."""
-        self.stashed[kind, stage, self.tick + minibatch, rank] = value
+        key = (kind, stage, self.tick + minibatch, rank)
+        assert key not in self.stashed, f"{key} is put by twice"
+        self.stashed[key] = value
 
     def restore(self, *, kind: str, stage: int, minibatch: int, rank: int) -> Any:
         """See ops.restore."""

@@ -9,7 +9,7 @@
                                                     gradients_1, = stage0_backward(weights_1, saved_1, d_h_1)           # rank 0
                                                     update(stage0_weights, gradients_1, stage=0, keep=True)             # rank 0
                                                     ...                                                  the same of stage 1
-                                                    return {0: {loss}, 1: {loss}}
+                                                    return {0: {losses}, 1: {losses}}
 
 A name's number says how many ticks ago its minibatch came in. What a backward reads of its forward, and what a later stage's
 backward gives it, is put by and taken back, also where both are in one tick (`forward_stashes` removes that). An update keeps the
@@ -220,16 +220,15 @@ class _Lowering:
         )  # fmt: skip
 
     def _results(self, rank: int) -> dict[str, Any]:
-        """The loss of the minibatch that stage 0 is through with."""
-        done = [item for item in self.text.items if isinstance(item, TickBackward) and item.stage == 0]
-        if not done:
-            return {}
-        (item,) = done
-        staged = self.minibatches[item.minibatch].staged
-        stage = next(part.index for part in staged.stages if staged.loss in part.forward.gives)
-        note = note_of(rank, stage, -item.minibatch, "F")
-        maker = self._rank(stage, item.turn)
-        return {"loss": self._restore("loss", item.minibatch, note, maker if maker != rank else None)}
+        """The losses that are told, on each rank."""
+        losses = []
+        for item in self.text.losses:
+            staged = self.minibatches[item.minibatch].staged
+            stage = next(part.index for part in staged.stages if staged.loss in part.forward.gives)
+            maker = self._rank(stage, item.turn)
+            note = note_of(rank, stage, -item.minibatch, "F")
+            losses.append(self._restore("loss", item.minibatch, note, maker if maker != rank else None))
+        return {"losses": losses}
 
     def _share_buffers(self, stage: Stage) -> None:
         first, *others = self.replicas[stage.index]

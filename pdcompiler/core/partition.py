@@ -180,8 +180,8 @@ class Partition:
 
 
 _HEADER = (
-    "stage", "modules", "ranks", "parameters", "share", "sends", "compute", "transfers", "all-reduce", "memory", "weight versions",
-    "of bottleneck",
+    "stage", "modules", "ranks", "parameters", "share", "sends", "compute", "transfers", "all-reduce", "memory",
+    "weight versions", "of bottleneck",
 )  # fmt: skip
 
 

@@ -4,8 +4,8 @@
     F 0 on stage 0, replica 1                   the same text: the same replicas run, in steady state,
     B -2 on stage 0, replica 1                  so ticks 3 and 5 run one program
     update of stage 0 with -3 and -2
-    F 0 on stage 1
-    B 0 on stage 1
+    F 0 on stage 1, replica 0
+    B 0 on stage 1, replica 0
     update of stage 1 with 0
 
 Old weights live as long as a forward or a backward to come is on them, and no longer:
@@ -35,6 +35,10 @@ class TickForward:
     kept: bool = False
     next: int | None = None
 
+    def __str__(self) -> str:
+        kept = " on kept weights" if self.kept else ""
+        return f"F 0 on stage {self.stage}, replica {self.turn[self.stage]}{kept}"
+
 
 @dataclass(frozen=True)
 class TickBackward:
@@ -44,6 +48,9 @@ class TickBackward:
     turn: tuple[int, ...]
     minibatch: int
     before: int | None = None
+
+    def __str__(self) -> str:
+        return f"B {self.minibatch} on stage {self.stage}, replica {self.turn[self.stage]}"
 
 
 @dataclass(frozen=True)
@@ -59,21 +66,33 @@ class TickUpdate:
     next: tuple[int | None, ...]
     mean: bool
 
+    def __str__(self) -> str:
+        return f"update of stage {self.stage} with {' and '.join(map(str, self.minibatches))}"
+
+
+@dataclass(frozen=True)
+class TickLoss:
+    """Of a minibatch: every rank knows it after the tick."""
+
+    minibatch: int
+    turn: tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class TickText:
-    """What runs in a tick, in order.   finished: the minibatch whose loss every rank knows afterwards.   feeds: whether a
-    minibatch comes in.   last: whether it ends a drain."""
+    """What runs in a tick, in order.   losses: those that every rank then knows, at the end of a drain all that are left.
+    feeds: whether a minibatch comes in.   last: whether it ends a drain."""
 
     items: tuple[TickForward | TickBackward | TickUpdate, ...]
-    finished: int | None
+    losses: tuple[TickLoss, ...]
     feeds: bool
     last: bool = False
 
     @property
     def minibatches(self) -> tuple[int, ...]:
-        """Those that run, or whose gradients are summed, in this tick."""
+        """Those that run, whose gradients are summed, or whose losses are told, in this tick."""
         found = {0} if self.feeds else set()
+        found |= {loss.minibatch for loss in self.losses}
         for item in self.items:
             found |= {item.minibatch} if isinstance(item, TickBackward) else set()
             found |= set(item.minibatches) if isinstance(item, TickUpdate) else set()
@@ -83,10 +102,11 @@ class TickText:
 def tick_text(ticks: Ticks, number: int, minibatches: int | None = None) -> TickText:
     """Tick `number`. minibatches: how many there are, once that is known: in the ticks of a drain."""
     items = tuple(_items(ticks, number, minibatches))
-    done = number - ticks.depths[0]
-    is_known = done >= 0 and (minibatches is None or done < minibatches)
     last = minibatches is not None and number == last_tick(ticks, minibatches)
-    return TickText(items, -ticks.depths[0] if is_known else None, minibatches is None or number < minibatches, last)
+    first = number - ticks.until_known
+    told = range(max(0, first), minibatches if last and minibatches else first + 1)
+    losses = tuple(TickLoss(t - number, _turn(ticks, t)) for t in told)
+    return TickText(items, losses, minibatches is None or number < minibatches, last)
 
 
 def last_tick(ticks: Ticks, minibatches: int) -> int:

@@ -118,6 +118,13 @@ class Ticks:
         """How many rounds the weights of a forward are behind the minibatch's own."""
         return 1 if self.batch else self.depths[stage] // self.replicas[stage]
 
+    @property
+    def until_known(self) -> int:
+        """After so many ticks every rank has a minibatch's loss without waiting for it: each has run a backward of a later round
+        of the last stage since, as seldom as its turn comes."""
+        turns = max(depth + count for depth, count in zip(self.depths, self.replicas, strict=True)) - 1
+        return turns + (self.replicas[-1] if self.replicas[-1] > 1 else 0)
+
     def weights(self, stage: int, minibatch: int) -> int:
         """The number of the update whose weights a minibatch's forward and backward use; 0: the first weights."""
         if self.vertical_sync:
