@@ -44,8 +44,8 @@ def rows_of(name: str, rounds: int, console: Console) -> tuple[list[list[str]], 
     """The lines of the table for one model; and what its bars missed."""
     trial = Trial(name, CASES[name])
     console.print(
-        f"{name}: parameters {trial.nbytes / 1e6:.1f} MB, a host's batch {trial.compute * 1e3:.0f} ms, ratio {trial.ratio:.2f}: "
-        f"{trial.bandwidth / 1e6:.1f} MB/s each way"
+        f"{name}: {HOSTS} hosts, parameters {trial.nbytes / 1e6:.1f} MB, a host's batch {trial.compute * 1e3:.0f} ms, ratio {trial.ratio:.2f}: "
+        f"{trial.bandwidth / 1e6:.1f} MB/s each way; {rounds} rounds; times and bytes of a host's batch"
     )
     plans = {schedule: trial.plan(schedule) for schedule in MICROBATCHES}
     parallel = why(plans["1f1b"]).data_parallel
@@ -64,7 +64,7 @@ def rows_of(name: str, rounds: int, console: Console) -> tuple[list[list[str]], 
         faster = contestants["DDP"].predicted / contestant.predicted
         by_planner = "" if way == "DDP" else f"{faster:.2f}"
         cells = [contestant.plan, *times, f"{throughput:.0f}", by_planner, "" if way == "DDP" else spread(ratio)]
-        lines.append([name, way, *cells, f"{sent.item() / TURN / 1e6:.2f} MB"])
+        lines.append([way, *cells, f"{sent.item() / TURN / 1e6:.2f} MB"])
         if faster > 1 and not ratio[1] > 1:
             missed.append(f"{name} {way}")
     return lines, missed
@@ -78,16 +78,15 @@ def main(names: Sequence[str], rounds: int, check: bool) -> int:
     rank, cores = dist.get_rank(), sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     console = Console(quiet=rank != 0, width=150, highlight=False)
-    columns = ("model", "way", "plan", "predicted", "measured", "rows/s", "predicted DDP / it", "DDP / it", "sent")
-    table = Table(*columns, title=f"{HOSTS} hosts, {rounds} rounds; times and bytes of a host's batch", title_justify="left")
+    columns = ("way", "plan", "predicted", "measured", "rows/s", "predicted DDP / it", "DDP / it", "sent")
     missed = []
     for name in names:
         lines, failed = rows_of(name, rounds, console)
         missed += failed
+        table = Table(*columns)
         for line in lines:
             table.add_row(*line)
-        table.add_section()
-    console.print(table)
+        console.print(table)
     console.print(f"faster than DDP where the planner says so: {'MISSED: ' + ', '.join(missed) if missed else 'met'}")
     dist.destroy_process_group()
     return int(check and bool(missed))
