@@ -44,8 +44,8 @@ def rows_of(name: str, rounds: int, console: Console) -> tuple[list[list[str]], 
     """The lines of the table for one model; and what its bars missed."""
     trial = Trial(name, CASES[name])
     console.print(
-        f"{name}: {HOSTS} hosts, parameters {trial.nbytes / 1e6:.1f} MB, a host's batch {trial.compute * 1e3:.0f} ms, ratio {trial.ratio:.2f}: "
-        f"{trial.bandwidth / 1e6:.1f} MB/s each way; {rounds} rounds; times and bytes of a host's batch"
+        f"{name}: {HOSTS} hosts, parameters {trial.nbytes / 1e6:.1f} MB, a host's batch {trial.compute * 1e3:.0f} ms, ratio "
+        f"{trial.ratio:.2f}: {trial.bandwidth / 1e6:.1f} MB/s each way; {rounds} rounds; times and bytes of a host's batch"
     )
     plans = {schedule: trial.plan(schedule) for schedule in MICROBATCHES}
     parallel = why(plans["1f1b"]).data_parallel

@@ -28,7 +28,7 @@ from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Partition, Problem
 from pdcompiler.core.pass_manager import Watch, run_passes
 from pdcompiler.core.plan import Training
-from pdcompiler.core.program_writer import BUCKET
+from pdcompiler.core.program_writer import bucket_bytes
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.tick_text import TickText
 from pdcompiler.core.ticks import Ticks
@@ -61,9 +61,6 @@ from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
 from pdcompiler.passes.tracing.trace import capture_joint
 from pdcompiler.planner import explain, judge, plan_in_order, ranked, straight_plan
-
-LATENCIES = 20
-"""That a bucket of gradients takes to travel, at least."""
 
 
 @dataclass(frozen=True)
@@ -220,11 +217,6 @@ def compile_ranks(request: Request, program: Program, in_flight: int = 1) -> tup
     if request.overlap:
         passes += [on_each(bind(overlap_transfers, window=receive_window(program, in_flight))), on_each(overlap_reductions)]
     return run_passes(split_ranks(program), passes, verify_ranks, request.watch)
-
-
-def bucket_bytes(machine: Machine) -> float:
-    """Of a reduction: what takes so long to travel that its latency does not matter, at most DistributedDataParallel's."""
-    return min(LATENCIES * machine.link_latency_seconds * machine.link_bytes_per_second, BUCKET)
 
 
 def receive_window(program: Program, in_flight: int = 1) -> dict[str, int]:

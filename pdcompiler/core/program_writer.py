@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from pdcompiler.core import ops
 from pdcompiler.core.ir import RESERVED, Function, Microbatch, Stage, ValueType, describe, evaluate, type_of
+from pdcompiler.core.machine import Machine
 from pdcompiler.core.names import identifier
 
 Note = Mapping[str, Any]
@@ -30,6 +31,13 @@ def note_of(rank: int, stage: int | None, microbatch: int | None, phase: str) ->
 
 BUCKET = 25 * 2**20
 """Bytes of gradients that are reduced together, as DistributedDataParallel's."""
+LATENCIES = 20
+"""That a bucket's bytes take to travel, at least, so that its own latency does not matter."""
+
+
+def bucket_bytes(machine: Machine) -> float:
+    """At most BUCKET: less, so that the first can travel while a backward still runs, where the machine's messages allow it."""
+    return min(LATENCIES * machine.link_latency_seconds * machine.link_bytes_per_second, BUCKET)
 
 
 def buckets(types: Mapping[str, ValueType], most: float = BUCKET) -> Iterator[list[str]]:
