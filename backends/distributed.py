@@ -79,6 +79,8 @@ class Distributed:
         self.window: Mapping[str, int] = {}
         self.channels: dict[str, Any] = {}
         self.groups: dict[tuple[int, ...], Any] = {}
+        self.put_by: dict[Any, Any] = {}
+        """What programs put by for later ones, open receives among it."""
         self.join(channels, reductions)
 
     def join(self, channels: Sequence[str], reductions: Sequence[tuple[int, ...]]) -> None:
@@ -220,6 +222,7 @@ class Distributed:
     def close(self) -> None:
         """Leave the process group. Open messages are let go first: they would keep the connections, and the peers asleep."""
         self.sending.clear()
+        self.put_by.clear()
         self.channels.clear()
         self.groups.clear()
         leave()

@@ -186,6 +186,8 @@ class Stream:
         window = receive_window(program, in_flight)
         if runner.rank is not None:
             runner.join(ranks)
+        if runner.backend is not None:
+            runner.backend.put_by = self._memory().stashed
         own = runner.backend.meaning(reference.PURE, self.memory) if runner.backend else None
         modules = tuple(generate(p, own if p.rank == runner.rank else None) for p in ranks)
         return CompiledTick(program, ranks, modules, window, staged)
