@@ -207,8 +207,9 @@ def compile_tick(
     replicas: Mapping[int, tuple[int, ...]],
 ) -> Program:  # fmt: skip
     """One tick of a schedule without flushes, over all ranks: as `lower_tick` takes it."""
-    program = lower_tick(text, minibatches, staged, dims, replicas)
-    return run_passes(program, [forward_stashes, insert_transfers], verify_program, request.watch)
+    program = lower_tick(text, minibatches, staged, dims, replicas, bucket_bytes(request.machine))
+    passes = [forward_stashes, *((split_backward,) if request.overlap else ()), insert_transfers]
+    return run_passes(program, passes, verify_program, request.watch)
 
 
 def compile_ranks(request: Request, program: Program, in_flight: int = 1) -> tuple[RankProgram, ...]:
