@@ -159,6 +159,12 @@ class Distributed:
         """Both at once."""
         return self.finish_all_reduce(self.start_all_reduce(values, ranks=ranks))
 
+    def of_all(self, value: Tensor, operation: Any) -> Tensor:
+        """One number of all ranks together, summed in float64 (or its largest)."""
+        total = value.detach().to(torch.float64, copy=True)
+        self._reach([rank for rank in range(dist.get_world_size()) if rank != self.rank], dist.all_reduce, total, operation)
+        return total.to(value.dtype)
+
     def _reach(self, peers: Sequence[int], call: Callable[..., Any], *args: Any) -> Any:
         """Call what needs peers."""
         try:

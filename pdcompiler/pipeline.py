@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from pdcompiler.clipping import clip_gradients
 from pdcompiler.compiler import Request
 from pdcompiler.core.batch import Batch, BatchDims, read_batch
 from pdcompiler.core.errors import CompileError, VerifyError
@@ -242,6 +243,17 @@ class Pipeline:
         for parameter in self.holdings.parameters.values() or self.request.model.parameters():
             if parameter.grad is not None:
                 parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """As torch.nn.utils.clip_grad_norm_ of the whole model, on every rank: scales this rank's gradients, returns the norm of
+        all. Without flushes gradients are never there all at once: CompileError; each stage can clip its own."""
+        if self.stream is not None:
+            raise CompileError(
+                f"{self.stream.ticks.name} updates each stage when its gradients are there, so there is no norm of all stages'",
+                ways_out=("by stage: an optimizer that clips before its step (docs/asynchronous.md)", "a schedule that flushes"),
+            )
+        _ = self.partition
+        return clip_gradients(self.runner, max_norm, norm_type)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the modules' mode, as of a module."""

@@ -417,6 +417,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "state in flight": (in_flight(lambda pipe: pipe.state_dict()), "state_dict, while the pipeline is fed (2 minibatches since"),
     "loading in flight": (in_flight(lambda pipe: pipe.load_state_dict({})), "load_state_dict, while the pipeline is fed"),
     "verify in flight": (in_flight(lambda pipe: pipe.verify(torch.ones(2, 4).double())), "verify, while the pipeline is fed"),
+    "clipping by the norm of all": (
+        lambda: small().clip_grad_norm_(1.0), "pipedream updates each stage when its gradients are there",
+    ),
     "a step of one's own": (in_flight(lambda pipe: pipe.optimizer.step()), "updates each stage inside pipe.step"),
     "tied over stages": (tied, "parameter 0.weight is tied over stages 0, 1, which update apart"),
     "a batch changed": (changed_in_place, "input of batch 0 was changed in place while its backward is still to come"),
