@@ -9,7 +9,7 @@ on the paper's cluster A: 2.47 for VGG-16, 3.20 for GNMT-16, 3.25 for AWD LM (`c
 with the seconds measured at the start, on both hosts at once. Contestants, each with plain SGD and the same rows in each turn:
 
     DDP          DistributedDataParallel, a batch on each host; bucket_cap_mb as is the fastest of a few
-    1f1b         the planner's own plan for two batches at once, in microbatches; costs profiled here
+    1f1b         the planner's own plan for two batches at once, in 4 or 8 microbatches; costs profiled here
     pipedream    the planner's own plan and depths; a batch after the other, each backward on the weights of its forward
 
 They take turns within one run; `DDP / it` is the median of the paired ratios, with its quartiles: above 1, it is faster than DDP.
@@ -48,7 +48,7 @@ def rows_of(name: str, rounds: int, console: Console) -> tuple[list[list[str]], 
         f"{trial.ratio:.2f}: {trial.bandwidth / 1e6:.1f} MB/s each way; {rounds} rounds; times and bytes of a host's batch"
     )
     plans = {schedule: trial.plan(schedule) for schedule in MICROBATCHES}
-    parallel = why(plans["1f1b"]).data_parallel
+    parallel = why(plans["pipedream"]).data_parallel
     assert parallel is not None
     asynchronous, pipe = trial.asynchronous(plans["pipedream"])
     contestants = {"DDP": trial.tuned(parallel), "1f1b": trial.flushing(plans["1f1b"]), "pipedream": asynchronous}

@@ -33,8 +33,8 @@ from pdcompiler.core.plan import Training
 from pdcompiler.passes.tracing.profile import apply_profile, profile_trace
 
 BUCKETS_MB = (1.0, 4.0, 25.0)
-MICROBATCHES = {"1f1b": 8, "pipedream": 1}
-"""Of two hosts' batches; of one."""
+MICROBATCHES = {"1f1b": (4, 8), "pipedream": (1,)}
+"""Of all hosts' batches, of which the planner chooses; of one."""
 TURN = 8
 """Hosts' batches in each turn."""
 CORE = Device("core", 20e9, 8e9, math.inf)
@@ -92,7 +92,15 @@ class Trial:
 
     def plan(self, schedule: str) -> Partition:
         """The planner's, with costs profiled here, on both hosts at once; both take rank 0's."""
-        training = Training(schedule, MICROBATCHES[schedule], optimizer_bytes=0.0)
+        found: list[Any] = [min((self._plan(schedule, count) for count in MICROBATCHES[schedule]), key=predicted)]
+        dist.broadcast_object_list(found)
+        partition: Partition = found[0]
+        if partition.devices != HOSTS:
+            raise SystemExit(f"the planner leaves a host without work: {partition}")
+        return partition
+
+    def _plan(self, schedule: str, microbatches: int) -> Partition:
+        training = Training(schedule, microbatches, optimizer_bytes=0.0)
         rows = self.case.rows * (1 if schedule == "pipedream" else HOSTS) // training.microbatches
         request = Request(self.model, HOSTS, self.case.loss_fn, self.machine, None, True, None, None, training)
         batch, name = read_batch(self.model, (self.data,), {}, self.target, None), fingerprint(self.model)
@@ -100,19 +108,14 @@ class Trial:
         dist.barrier()
         profile = profile_trace(trace, self.model, batch, rows=rows, fingerprint=name, loss_fn=self.case.loss_fn)
         apply_profile(trace, profile=profile, device=CORE, fingerprint=name)
-        found: list[Any] = [plan_partition(request, trace, [rows], rows * training.microbatches)]
-        dist.broadcast_object_list(found)
-        partition: Partition = found[0]
-        if partition.devices != HOSTS:
-            raise SystemExit(f"the planner leaves a host without work: {partition}")
-        return partition
+        return plan_partition(request, trace, [rows], rows * training.microbatches)
 
     def flushing(self, partition: Partition) -> Contestant:
         """1f1b: all hosts' batches together, cut into microbatches."""
         model = copy.deepcopy(self.model)
         pipe = pdcompiler.compile(
             model, HOSTS, example_args=(self.data,), example_target=self.target, loss_fn=self.case.loss_fn,
-            schedule="1f1b", microbatches=MICROBATCHES["1f1b"], partition=partition, machine=self.machine,
+            schedule="1f1b", microbatches=why(partition).microbatches, partition=partition, machine=self.machine,
         )  # fmt: skip
         optimizer = sgd(list(pipe.parameters()))
 
@@ -122,7 +125,8 @@ class Trial:
                 pipe.step(self.data, target=self.target)
                 optimizer.step()
 
-        return Contestant(turn, plan_of(partition), predicted(partition) * TURN / HOSTS)
+        plan = f"{plan_of(partition)}, {why(partition).microbatches} microbatches"
+        return Contestant(turn, plan, predicted(partition) * TURN / HOSTS)
 
     def asynchronous(self, partition: Partition) -> tuple[Contestant, pdcompiler.Pipeline]:
         """pipedream, at the planner's depths: a host's batch after the other."""
@@ -138,8 +142,8 @@ class Trial:
 
         return Contestant(turn, f"{plan_of(partition)}, depths {why(partition).depths}", predicted(partition) * TURN), pipe
 
-    def data_parallel(self, bucket_mb: float, predicted: float) -> Contestant:
-        """DistributedDataParallel with buckets of at most so many megabytes."""
+    def data_parallel(self, bucket_mb: float, seconds: float) -> Contestant:
+        """DistributedDataParallel with buckets of at most so many megabytes. seconds: of a host's batch, by the planner."""
         model, rank = DistributedDataParallel(copy.deepcopy(self.model), bucket_cap_mb=bucket_mb), dist.get_rank()
         rows, target = self.batches(self.data)[rank], self.batches(self.target)[rank]
         optimizer = sgd(list(model.parameters()))
@@ -150,13 +154,13 @@ class Trial:
                 self.case.loss_fn(model(rows), target).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
 
-        return Contestant(turn, f"buckets of {bucket_mb:g} MB", predicted * TURN / HOSTS)
+        return Contestant(turn, f"buckets of {bucket_mb:g} MB", seconds * TURN)
 
-    def tuned(self, predicted: float) -> Contestant:
+    def tuned(self, seconds: float) -> Contestant:
         """With the buckets that are the fastest of a few."""
-        tried = {f"{size}": self.data_parallel(size, predicted) for size in BUCKETS_MB}
-        seconds = by_turns({name: contestant.run for name, contestant in tried.items()}, 3, warm_up=1)
-        medians = [statistics.median(values) for values in seconds.values()]
+        tried = {f"{size}": self.data_parallel(size, seconds) for size in BUCKETS_MB}
+        taken = by_turns({name: contestant.run for name, contestant in tried.items()}, 3, warm_up=1)
+        medians = [statistics.median(values) for values in taken.values()]
         found: list[Any] = [min(zip(medians, tried, strict=True))[1]]
         dist.broadcast_object_list(found)
         best = tried[found[0]]

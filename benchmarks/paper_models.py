@@ -118,6 +118,6 @@ def pairs(rows: int) -> tuple[Tensor, Tensor]:
 CASES = {
     "VGG-16": Case(Vgg, images, F.cross_entropy, 24),
     "AWD LM": Case(LanguageModel, sentences, token_loss, 40),
-    "GNMT-16": Case(Translator, pairs, token_loss, 96),
+    "GNMT-16": Case(Translator, pairs, token_loss, 48),
 }
 """By the paper's names."""
