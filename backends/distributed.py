@@ -79,6 +79,8 @@ class Distributed:
         self.window: Mapping[str, int] = {}
         self.channels: dict[str, Any] = {}
         self.groups: dict[tuple[int, ...], Any] = {}
+        self.waited: dict[int, float] = defaultdict(float)
+        """Seconds, for messages of each rank."""
         self.put_by: dict[Any, Any] = {}
         """What programs put by for later ones, open receives among it."""
         self.join(channels, reductions)
@@ -134,7 +136,9 @@ class Distributed:
     def finish_recv(self, pending: tuple[Any, int, Tensor]) -> Tensor:
         """Wait for it (on CUDA: make the current stream wait)."""
         work, frm, value = pending
+        begin = time.perf_counter()
         self._reach((frm,), work.wait, *self.patience)
+        self.waited[frm] += time.perf_counter() - begin
         return value
 
     def recv(self, **what: Any) -> Tensor:
