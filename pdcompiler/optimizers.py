@@ -27,6 +27,7 @@ class StageOptimizers(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         self.of_stage: dict[int, torch.optim.Optimizer] = {}
         self.by_program = by_program
+        self._opt_called = True  # so that learning rate schedulers do not ask for a step first: there are none while it fills
         for stage, own in parameters.items():
             made = _made(make, own)
             if made is None:
@@ -60,7 +61,6 @@ class StageOptimizers(torch.optim.Optimizer):
 
     def step_stage(self, stage: int) -> None:
         """Step one stage."""
-        self._opt_called = True  # for learning rate schedulers, which want to come after a step
         if stage in self.of_stage:
             self.of_stage[stage].step()
 

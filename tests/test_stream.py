@@ -296,6 +296,17 @@ def test_learning_rate_schedulers_and_hooks_work() -> None:
     assert len(fired) == 4 and parameter.grad is None
 
 
+def test_schedulers_may_step_while_the_pipeline_fills(recwarn: pytest.WarningsRecorder) -> None:
+    pipe = small(stages=3)
+    (x, target), *_ = minibatches(1)
+    pipe.prepare(x, target=target)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(pipe.optimizer, 0.1, total_steps=10)
+    pipe.step(x, target=target)
+    scheduler.step()
+    assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]
+    assert len({group["lr"] for group in pipe.optimizer.param_groups}) == 1
+
+
 def test_learning_rates_can_be_scaled_by_replicas() -> None:
     case = case_of((2, 1), "stash", "sgd", 7)
     pipe = compiled(case, schedule=Asynchronous(depths=case.depths, scale_learning_rate=True))
