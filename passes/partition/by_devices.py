@@ -169,10 +169,13 @@ def _fill(
                         break
                     if work * weights.work[number] > cap * (1 + 1e-12):
                         continue
+                    last = _last_place(terms, parameters[p], kept, extra, degree, first[j], most - degree)
+                    if last < first[j]:
+                        continue
                     once, held = weights.once[number], weights.held[number]
                     seconds[:] = -1.0
-                    steps += (most - degree + 1 - first[j]) // stride
-                    for before in range(first[j], most - degree + 1, stride):
+                    steps += (last + 1 - first[j]) // stride
+                    for before in range(first[j], last + 1, stride):
                         so_far, after = best[j, before], before + degree
                         if so_far >= best[i, after]:
                             continue
@@ -201,6 +204,23 @@ def _fill(
                         again[i, after] = variant == 1
                         first[i] = min(first[i], after)
     return steps, best, chosen, replicas, again
+
+
+@native
+def _last_place(terms: Terms, parameters: float, saved: float, working: float, replicas: int, low: int, high: int) -> int:
+    """The most devices from low to high that a stage may have behind it in the largest memory, or low - 1: with more, it holds more
+    microbatches."""
+    memory = terms.memory.max()
+    if stage_memory(terms, parameters, saved, working, replicas, high) <= memory:
+        return high
+    low -= 1
+    while high > low + 1:
+        middle = (low + high + 1) // 2
+        if stage_memory(terms, parameters, saved, working, replicas, middle) <= memory:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @native
