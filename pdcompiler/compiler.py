@@ -31,11 +31,12 @@ from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.verify import verify_program, verify_staged, verify_trace
 from pdcompiler.core.verify_ranks import verify_ranks
 from pdcompiler.found import Found
+from pdcompiler.in_step import NEAR
 from pdcompiler.own_plan import check_memory, knows_memory
 from pdcompiler.passes.partition.check_partition import check_partition, plan_of_stages
 from pdcompiler.passes.partition.evaluate import evaluate
 from pdcompiler.passes.partition.make_partition import cuts_at_modules, cuts_of, make_partition, plan_of_cuts, with_costs
-from pdcompiler.passes.partition.problem import make_problem
+from pdcompiler.passes.partition.problem import Layers, make_problem
 from pdcompiler.passes.program.insert_reductions import insert_reductions
 from pdcompiler.passes.program.insert_transfers import insert_transfers
 from pdcompiler.passes.program.lower_schedule import lower_schedule
@@ -52,7 +53,7 @@ from pdcompiler.passes.stages.split_shared_gradients import split_shared_gradien
 from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
 from pdcompiler.passes.tracing.trace import capture_joint
-from pdcompiler.planner import explain, judge, plan_in_order, ranked, straight_plan
+from pdcompiler.planner import explain, faster_in_order, judge, plan_in_order, ranked, straight_plan
 
 
 @dataclass(frozen=True)
@@ -130,25 +131,28 @@ def plan_partition(request: Request, trace: Trace, microbatch_rows: Sequence[int
     """The best partition on at most the machine's devices, replicated stages, whole pipelines and recompute included, for the
     best of some numbers of rows of a microbatch. Of a large model only the narrowest cuts are searched; then it has a gap."""
     machine, least, best = request.machine.take(request.world_size), math.inf, None
-    refusal: CompileError | None = None
+    layers, refusal = Layers(trace), None
     for rows in sorted(microbatch_rows):
-        problem = make_problem(trace, machine, rows)
         training = replace(request.training, microbatches=-(-batch_rows // rows))
+        steps = 1 if training.flushes else training.microbatches  # a plan's seconds are a step's or a microbatch's
+        problem, found = faster_in_order(layers.problem(machine, rows), machine, training, least / steps * NEAR)
+        if found is None:
+            continue
         try:
-            problem, found = plan_in_order(problem, machine, training)
             found = ranked(found, machine, training)
         except CompileError as error:
-            refusal = refusal or error  # with the fewest rows it takes the least memory
+            refusal = refusal or error
             continue
         assert found.walked is not None
-        seconds = found.walked * (1 if training.flushes else training.microbatches)  # of the whole batch
-        if seconds < least:
-            least, best = seconds, (problem, found, training)
-    if best is None:
-        assert refusal is not None
+        if found.walked * steps < least:
+            least, best = found.walked * steps, (problem, found, training)
+    if refusal is not None and best is None:
         raise refusal
-    problem, found, training = best
-    return explained(request.model, trace, problem, found, machine, training)
+    if best is None:  # with the fewest rows, it takes the least memory: what would fit?
+        rows = min(microbatch_rows)
+        training = replace(request.training, microbatches=-(-batch_rows // rows))
+        best = (*plan_in_order(layers.problem(machine, rows), machine, training), training)
+    return explained(request.model, trace, *best[:2], machine, best[2])
 
 
 def explained(model: nn.Module, trace: Trace, problem: Problem, found: Found, machine: Machine, training: Training) -> Partition:

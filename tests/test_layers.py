@@ -29,7 +29,7 @@ LONGEST_FILE = 300
 CORE_LIBRARIES = {"torch", "sympy", "networkx", "numpy", "numba", "scipy"}
 FACE = (
     "__init__", "branching", "break_even", "cli", "commands/costs", "compiler", "entry", "given_partition", "pipeline", "planner",
-    "ranking", "runner", "search", "testing", "verification",
+    "planning_trace", "ranking", "runner", "search", "testing", "verification",
 )  # fmt: skip
 SEES_BOTH_SIDES = {f"pdcompiler/{name}.py" for name in FACE}
 READS_ENVIRONMENT = {"backends/distributed.py", "pdcompiler/compiler.py", "pdcompiler/pipeline.py"}

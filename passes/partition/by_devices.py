@@ -208,8 +208,8 @@ def _fill(
 
 @native
 def _last_place(terms: Terms, parameters: float, saved: float, working: float, replicas: int, low: int, high: int) -> int:
-    """The most devices from low to high that a stage may have behind it in the largest memory, or low - 1: with more, it holds more
-    microbatches."""
+    """The most devices, low to high, that a stage may have behind it, or low - 1: the more, the more microbatches it holds, and
+    the largest memory must be enough."""
     memory = terms.memory.max()
     if stage_memory(terms, parameters, saved, working, replicas, high) <= memory:
         return high
