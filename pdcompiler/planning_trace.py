@@ -48,15 +48,18 @@ def _joined(request: Request, batch: Batch, low: int, high: int) -> Trace | None
         receive = _elsewhere(outlined) if _can_copy_itself() else outlined
         trace = trace_model(request, batch, rows=high, symbolic=False, gradients=True)
         own, other = outline(trace), receive()
-        joined = None if other is None else join_rows(trace, own, other)
-        if joined is not None and costs_agree(annotate_costs(joined), own, other):
-            return joined
+        if other is not None and (joined := join_rows(trace, own, other)) is not None:
+            return joined if costs_agree(annotate_costs(joined), own, other) else None
     return None
 
 
 def _can_copy_itself() -> bool:
     """Whether a copy of this process can trace: elsewhere than on Linux, and where a GPU is in use, it may not work."""
-    return sys.platform == "linux" and not torch.cuda.is_initialized() and len(os.sched_getaffinity(0)) > 1
+    return sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1 and not _uses_gpu()
+
+
+def _uses_gpu() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _elsewhere(work: Callable[[], Outline]) -> Callable[[], Outline | None]:
