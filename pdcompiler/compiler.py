@@ -31,7 +31,6 @@ from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.verify import verify_program, verify_staged, verify_trace
 from pdcompiler.core.verify_ranks import verify_ranks
 from pdcompiler.found import Found
-from pdcompiler.in_step import NEAR
 from pdcompiler.own_plan import check_memory, knows_memory
 from pdcompiler.passes.partition.check_partition import check_partition, plan_of_stages
 from pdcompiler.passes.partition.evaluate import evaluate
@@ -54,6 +53,9 @@ from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
 from pdcompiler.passes.tracing.trace import capture_joint
 from pdcompiler.planner import explain, faster_in_order, judge, plan_in_order, ranked, straight_plan
+
+WORTH_A_WALK = 1.1
+"""How much longer by the formula than the best is as walked a plan for another number of rows may take, to be looked for."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def plan_partition(request: Request, trace: Trace, microbatch_rows: Sequence[int
     for rows in sorted(microbatch_rows):
         training = replace(request.training, microbatches=-(-batch_rows // rows))
         steps = 1 if training.flushes else training.microbatches  # a plan's seconds are a step's or a microbatch's
-        problem, found = faster_in_order(layers.problem(machine, rows), machine, training, least / steps * NEAR)
+        problem, found = faster_in_order(layers.problem(machine, rows), machine, training, least / steps * WORTH_A_WALK)
         if found is None:
             continue
         try:
