@@ -26,7 +26,7 @@ from pdcompiler.core.ir import RankProgram
 PREFIX = ops.__name__.replace(".", "_") + "_"
 CALL = re.compile(r"^(\s*)(\w+) = (self\.(\w+)\(.*?\))(;.*)?$")
 ITEM = re.compile(r"^\s*(\w+) = (\w+)\[(\d+)\](;.*)?$")
-EFFECT = re.compile(r"^(\s*)(\w+) = ((?:send|write_buffers)\(.*\))(;.*)?$")
+EFFECT = re.compile(r"^(\s*)(\w+) = ((?:send|write_buffers|stash|update)\(.*\))(;.*)?$")
 KEYWORD = re.compile(r"([(,] ?\w+) = ")
 
 

@@ -79,6 +79,8 @@ class Distributed:
         self.window: Mapping[str, int] = {}
         self.channels: dict[str, Any] = {}
         self.groups: dict[tuple[int, ...], Any] = {}
+        self.put_by: dict[Any, Any] = {}
+        """What programs put by for later ones, open receives among it."""
         self.join(channels, reductions)
 
     def join(self, channels: Sequence[str], reductions: Sequence[tuple[int, ...]]) -> None:
@@ -95,9 +97,7 @@ class Distributed:
         """What each word of the vocabulary does here; `pure` are those without messages."""
         return {
             **pure,
-            ops.weights: lambda *, stage, rank: memory.weights(stage, rank),
-            ops.buffers: lambda *, stage, rank: memory.buffers(stage, rank),
-            ops.write_buffers: memory.write_buffers,
+            **memory.words(),
             ops.send: self.send,
             ops.recv: self.recv,
             ops.start_recv: self.start_recv,
@@ -111,6 +111,11 @@ class Distributed:
         open_ = self.sending[channel]
         open_.append((self._reach((to,), dist.isend, value, to, self.channels[channel], self.tag), to, value))
         self._finish_sends(channel, self.window.get(channel, 1))
+
+    def finish_sends(self) -> None:
+        """Wait until everything that was sent has been taken."""
+        for channel in self.sending:
+            self._finish_sends(channel, 0)
 
     def _finish_sends(self, channel: str, keep: int) -> None:
         """Wait for the oldest sends of a channel, until at most `keep` are open."""
@@ -142,6 +147,12 @@ class Distributed:
         parts = torch.split(total, [value.numel() for value in values])
         return tuple(part.view(value.shape) for part, value in zip(parts, values, strict=True))
 
+    def of_all(self, value: Tensor, operation: Any) -> Tensor:
+        """One number of all ranks together, summed in float64 (or its largest)."""
+        total = value.detach().to(torch.float64, copy=True)
+        self._reach([rank for rank in range(dist.get_world_size()) if rank != self.rank], dist.all_reduce, total, operation)
+        return total.to(value.dtype)
+
     def _reach(self, peers: Sequence[int], call: Callable[..., Any], *args: Any) -> Any:
         """Call what needs peers."""
         try:
@@ -152,15 +163,19 @@ class Distributed:
                 raise Lost(peers, re.sub(r"^\[\S*\] ", "", text).split(". ")[0]) from error
             raise
 
-    def run(self, program: RankProgram, module: fx.GraphModule, inputs: Mapping[str, Any], window: Mapping[str, int]) -> Any:
-        """Run the program; an error anywhere is raised on every rank as WorkerError with its root cause."""
+    def run(
+        self, program: RankProgram, module: fx.GraphModule, inputs: Mapping[str, Any], window: Mapping[str, int],
+        finish: bool = True,
+    ) -> Any:  # fmt: skip
+        """Run the program; an error anywhere is raised on every rank as WorkerError with its root cause. finish: wait for what it
+        sends; else that goes on while later programs run."""
         self.window = window
         names = [str(node.target) for node in program.graph.nodes if node.op == "placeholder"]
         try:
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
                 results = module(*(inputs[name] for name in names))
-            for channel in self.sending:
-                self._finish_sends(channel, 0)
+            if finish:
+                self.finish_sends()
             return results
         except Exception as error:
             self.fail(error, module)
@@ -201,6 +216,7 @@ class Distributed:
     def close(self) -> None:
         """Leave the process group. Open messages are let go first: they would keep the connections, and the peers asleep."""
         self.sending.clear()
+        self.put_by.clear()
         self.channels.clear()
         self.groups.clear()
         leave()

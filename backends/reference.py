@@ -45,6 +45,11 @@ def accumulate_in_place(total: Any, value: Any) -> Any:
     return total
 
 
+def divide(values: Tensors, *, count: int) -> Tensors:
+    """See ops.divide."""
+    return tuple(torch._foreach_div(list(values), count)) if values else ()
+
+
 def pack(values: Sequence[Tensor]) -> Tensor:
     """See ops.pack."""
     return torch.cat([value.contiguous().reshape(-1).view(torch.uint8) for value in values])
@@ -74,9 +79,14 @@ PURE: dict[Any, Callable[..., Any]] = {
     ops.microbatch: microbatch,
     ops.accumulate: accumulate,
     ops.accumulate_in_place: accumulate_in_place,
+    ops.divide: divide,
     ops.pack: pack,
     ops.unpack: unpack,
 }
+
+
+WRITES = (ops.write_buffers, ops.update)
+"""Words with an effect on what other ranks of this process see: it comes when all are done."""
 
 
 class Memory:
@@ -85,6 +95,14 @@ class Memory:
     def __init__(self, weights: Held, buffers: Held) -> None:
         self.weights = weights
         self.buffers = buffers
+
+    def words(self) -> dict[Any, Callable[..., Any]]:
+        """What the words that read or write it mean."""
+        return {
+            ops.weights: lambda *, stage, rank: self.weights(stage, rank),
+            ops.buffers: lambda *, stage, rank: self.buffers(stage, rank),
+            ops.write_buffers: self.write_buffers,
+        }
 
     def write_buffers(self, values: Tensors, *, stage: int, rank: int) -> None:
         """Copy new values into the buffers; those that a step left alone are the same tensors."""
@@ -112,12 +130,10 @@ def run_program(
 ) -> dict[int, Any]:
     """Run a Program; returns each rank's results (see ir.Program). inputs: by placeholder name.   observe: called with each
     node and its value."""
-    meaning = {
+    meaning: dict[Any, Callable[..., Any]] = {
         **PURE,
+        **memory.words(),
         ops.transfer: lambda value, *, to: value,
-        ops.weights: lambda *, stage, rank: memory.weights(stage, rank),
-        ops.buffers: lambda *, stage, rank: memory.buffers(stage, rank),
-        ops.write_buffers: memory.write_buffers,
         ops.all_reduce: lambda values, *, ranks: (sum_over_ranks(values),) * len(ranks),
     }
     values: dict[fx.Node, Any] = {}
@@ -131,11 +147,36 @@ def run_program(
     raise AssertionError("a program ends with its output")
 
 
-def run_ranks(programs: Sequence[RankProgram], inputs: Mapping[str, Any], memory: Memory) -> list[Any]:
+class Network:
+    """Messages between ranks of this process, by channel and number. One that outlives a run has what later programs receive."""
+
+    def __init__(self) -> None:
+        self.under_way: dict[tuple[str, int], Tensor] = {}
+        self.sent: dict[str, int] = defaultdict(int)
+        self.asked: dict[str, int] = defaultdict(int)
+
+    def send(self, value: Tensor, *, to: int, channel: str) -> None:
+        """See ops.send."""
+        self.under_way[channel, self.sent[channel]] = value.contiguous()
+        self.sent[channel] += 1
+
+    def ask(self, channel: str) -> tuple[str, int]:
+        """For the next message: what it will be found under."""
+        self.asked[channel] += 1
+        return channel, self.asked[channel] - 1
+
+
+Observe = Callable[[fx.Node, Sequence[Any]], None]
+"""Called with each node of a rank's program, before it runs, and its arguments."""
+
+
+def run_ranks(
+    programs: Sequence[RankProgram], inputs: Mapping[str, Any], memory: Memory, network: Network | None = None,
+    observe: Observe | None = None,
+) -> list[Any]:  # fmt: skip
     """Run the ranks' programs in turns, each as far as it gets. Raises DeadlockError where none gets further."""
-    channels: dict[str, list[Tensor]] = defaultdict(list)
-    reductions: dict[tuple[Any, int], dict[int, Any]] = defaultdict(dict)
-    running = [_Rank(program, inputs, memory, channels, reductions) for program in programs]
+    network, reductions = network or Network(), dict[tuple[Any, int], dict[int, Any]]()
+    running = [_Rank(program, inputs, memory, network, reductions, observe) for program in programs]
     with torch.no_grad():
         while not all(rank.done for rank in running):
             moved = [rank.advance() for rank in running]
@@ -151,28 +192,26 @@ class _Rank:
 
     def __init__(
         self, program: RankProgram, inputs: Mapping[str, Any], memory: Memory,
-        channels: dict[str, list[Tensor]], reductions: dict[tuple[Any, int], dict[int, Any]],
-    ) -> None:
-        self.program, self.inputs = program, inputs
-        self.channels, self.reductions = channels, reductions
+        network: Network, reductions: dict[tuple[Any, int], dict[int, Any]], observe: Observe | None,
+    ) -> None:  # fmt: skip
+        self.program, self.inputs, self.observe = program, inputs, observe
+        self.network, self.reductions = network, reductions
         self.nodes = list(program.graph.nodes)
         self.values: dict[fx.Node, Any] = {}
         self.at = 0
         self.done = False
         self.results: Any = None
         self.writes: list[Callable[[], None]] = []
-        """For when all ranks are done: replicas of a stage share its buffers here, and read them as they were at the entry."""
-        self.asked: dict[str, int] = defaultdict(int)
+        """For when all ranks are done: replicas share weights and buffers here, and read them as they were at the entry."""
         self.reduced: dict[Any, int] = defaultdict(int)
         self.meaning = {
             **PURE,
-            ops.weights: lambda *, stage, rank: memory.weights(stage, rank),
-            ops.buffers: lambda *, stage, rank: memory.buffers(stage, rank),
-            ops.write_buffers: lambda values, **where: self.writes.append(partial(memory.write_buffers, values, **where)),
-            ops.send: lambda value, *, to, channel: channels[channel].append(value.contiguous()),
-            ops.recv: lambda *, channel, **_: self._take(self._ask(channel)),
-            ops.start_recv: lambda *, channel, **_: self._ask(channel),
-            ops.finish_recv: self._take,
+            **memory.words(),
+            **{word: self._later(meaning) for word, meaning in memory.words().items() if word in WRITES},
+            ops.send: network.send,
+            ops.recv: lambda *, channel, **_: network.under_way.pop(network.ask(channel)),
+            ops.start_recv: lambda *, channel, **_: network.ask(channel),
+            ops.finish_recv: network.under_way.pop,
             ops.all_reduce: self._all_reduce,
         }
 
@@ -185,6 +224,8 @@ class _Rank:
                 self.values.clear()
                 self.meaning.clear()  # its words refer to this rank: the cycle would keep a step's activations
             else:
+                if self.observe is not None:
+                    self.observe(node, [_given(argument, self.values) for argument in node.args])
                 self.values[node] = _run(node, self.program.root, self.inputs, self.values, self.meaning)
             self.at += 1
         return self.at > start
@@ -192,26 +233,18 @@ class _Rank:
     def _ready(self, node: fx.Node) -> bool:
         if node.target is ops.recv:
             channel = str(node.kwargs["channel"])
-            return len(self.channels[channel]) > self.asked[channel]
+            return (channel, self.network.asked[channel]) in self.network.under_way
         if node.target is ops.finish_recv:
-            ticket: tuple[str, int] = self.values[node.args[0]]  # type: ignore[index]
-            return len(self.channels[ticket[0]]) > ticket[1]
+            return self.values[node.args[0]] in self.network.under_way  # type: ignore[index]
         if node.target is ops.all_reduce:
             ranks = node.kwargs["ranks"]
-            waiting = self.reductions[ranks, self.reduced[ranks]]
+            waiting = self.reductions.setdefault((ranks, self.reduced[ranks]), {})
             waiting.setdefault(self.program.rank, _given(node.args[0], self.values))
             return len(waiting) == len(ranks)  # type: ignore[arg-type]
         return True
 
-    def _ask(self, channel: str) -> tuple[str, int]:
-        self.asked[channel] += 1
-        return channel, self.asked[channel] - 1
-
-    def _take(self, ticket: tuple[str, int]) -> Tensor:
-        channel, number = ticket
-        value = self.channels[channel][number]
-        self.channels[channel][number] = torch.empty(0)  # taken: let go of the memory
-        return value
+    def _later(self, meaning: Callable[..., Any]) -> Callable[..., None]:
+        return lambda *values, **where: self.writes.append(partial(meaning, *values, **where))
 
     def _all_reduce(self, value: Any, *, ranks: tuple[int, ...]) -> Any:
         waiting = self.reductions[ranks, self.reduced[ranks]]

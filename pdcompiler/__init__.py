@@ -1,5 +1,6 @@
 """pdcompiler: pipeline-parallel training by compiling an ordinary PyTorch model. See `compile`."""
 
+from pdcompiler.core.asynchronous import Asynchronous
 from pdcompiler.core.errors import CompileError, DeadlockError, PdcompilerError, VerifyError, WorkerError
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Partition
@@ -9,6 +10,7 @@ from pdcompiler.outputs import StepResult
 from pdcompiler.pipeline import Pipeline
 
 __all__ = [
+    "Asynchronous",
     "CompileError",
     "DeadlockError",
     "Machine",

@@ -154,7 +154,7 @@ def asynchronous_cases(
     replicas = tuple(draw(st.integers(1, most_replicas)) for _ in range(stages))
     depths = draw(_depths(replicas))
     chosen = draw(st.sampled_from(semantics))
-    batch = max(1, depths[0]) + draw(st.integers(0, 2)) if chosen == "2bw" else None
+    batch = max(depths[0], *replicas) + draw(st.integers(0, 2)) if chosen == "2bw" else None
     unit = batch if batch and whole_batches else 1
     most = max(1, 24 // unit)
     units = draw(st.integers(1, most) | st.integers(min(most, depths[0] // unit + 2), most))

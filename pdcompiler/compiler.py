@@ -19,15 +19,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from pdcompiler.at_depths import at_depths, evaluation_at
 from pdcompiler.core.batch import Batch
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.ir import Program, RankProgram, Staged, Step, Trace
+from pdcompiler.core.ir import Microbatch, Program, RankProgram, Staged, Step, Trace
 from pdcompiler.core.loss import LossFunction
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Partition, Problem
 from pdcompiler.core.pass_manager import Watch, run_passes
 from pdcompiler.core.plan import Training
 from pdcompiler.core.schedule import Schedule
+from pdcompiler.core.tick_text import TickText
+from pdcompiler.core.ticks import Ticks
 from pdcompiler.core.verify import verify_program, verify_staged, verify_trace
 from pdcompiler.core.verify_ranks import verify_ranks
 from pdcompiler.found import Found
@@ -36,9 +39,11 @@ from pdcompiler.passes.partition.check_partition import check_partition, plan_of
 from pdcompiler.passes.partition.evaluate import evaluate
 from pdcompiler.passes.partition.make_partition import cuts_at_modules, cuts_of, make_partition, plan_of_cuts, with_costs
 from pdcompiler.passes.partition.problem import Layers, make_problem
+from pdcompiler.passes.program.forward_stashes import forward_stashes
 from pdcompiler.passes.program.insert_reductions import insert_reductions
 from pdcompiler.passes.program.insert_transfers import insert_transfers
 from pdcompiler.passes.program.lower_schedule import lower_schedule
+from pdcompiler.passes.program.lower_tick import lower_tick
 from pdcompiler.passes.program.merge_transfers import merge_transfers
 from pdcompiler.passes.program.split_ranks import split_ranks
 from pdcompiler.passes.ranks.overlap_transfers import overlap_transfers
@@ -73,6 +78,8 @@ class Request:
     training: Training = field(default_factory=Training)
     replicas: tuple[int, ...] | None = None
     """Of each stage; None: one each."""
+    ticks: Ticks | None = None
+    """Of a schedule without flushes."""
 
 
 def trace_model(request: Request, batch: Batch, *, rows: int, symbolic: bool, gradients: bool) -> Trace:
@@ -115,6 +122,9 @@ def _partition(request: Request, trace: Trace, rows: int) -> Partition:
         found = judge(chosen, problem.workload, machine, request.training)
         check_memory(found.evaluation, problem.workload, machine, request.training)
     found = ranked(found, machine, request.training)
+    if request.ticks is not None:
+        found = at_depths(found, request.ticks, machine)
+        check_memory(found.evaluation, problem.workload, machine, request.training)
     return explained(request.model, trace, problem, found, machine, request.training)
 
 
@@ -126,6 +136,8 @@ def check_given(request: Request, partition: Partition, trace: Trace, machine: M
         given = plan_of_stages(problem, stage_of)
         if given is not None:
             evaluation = evaluate(given, problem.workload, machine, request.training)
+            if request.ticks is not None:
+                evaluation = evaluation_at(evaluation, request.ticks)
             check_memory(evaluation, problem.workload, machine, request.training)
 
 
@@ -192,15 +204,25 @@ def compile_program(
     return run_passes(lower_schedule(step, schedule, replicas), passes, verify_program, request.watch)
 
 
-def compile_ranks(request: Request, program: Program) -> tuple[RankProgram, ...]:
-    """One program per rank, proved free of deadlock."""
-    window = receive_window(program) if request.overlap else {}
-    passes = [on_each(reuse_memory), on_each(bind(overlap_transfers, window=window))]
+def compile_tick(
+    request: Request, text: TickText, minibatches: Mapping[int, Microbatch], staged: Staged, dims: Mapping[str, int | None],
+    replicas: Mapping[int, tuple[int, ...]],
+) -> Program:  # fmt: skip
+    """One tick of a schedule without flushes, over all ranks: as `lower_tick` takes it."""
+    program = lower_tick(text, minibatches, staged, dims, replicas)
+    return run_passes(program, [forward_stashes, insert_transfers], verify_program, request.watch)
+
+
+def compile_ranks(request: Request, program: Program, in_flight: int = 1) -> tuple[RankProgram, ...]:
+    """One program per rank, proved free of deadlock. in_flight: of a tick's program, the ticks whose messages may be open."""
+    passes = [on_each(reuse_memory)]
+    if request.overlap:
+        passes.append(on_each(bind(overlap_transfers, window=receive_window(program, in_flight))))
     return run_passes(split_ranks(program), passes, verify_ranks, request.watch)
 
 
-def receive_window(program: Program) -> dict[str, int]:
-    """Per channel, how many messages may be open: those of the microbatches that may be in flight, and of one more."""
+def receive_window(program: Program, in_flight: int = 1) -> dict[str, int]:
+    """Per channel, how many messages may be open: those of the microbatches (or ticks) that may be in flight, and of one more."""
     counts: dict[str, dict[Any, int]] = {}
     for node in program.graph.nodes:
         if getattr(node.target, "__name__", "") == "transfer":
@@ -208,6 +230,8 @@ def receive_window(program: Program) -> dict[str, int]:
             per_microbatch = counts.setdefault(channel, {})
             key = (node.meta["microbatch"], node.meta["phase"])
             per_microbatch[key] = per_microbatch.get(key, 0) + 1
+    if program.schedule is None:
+        return {channel: sum(found.values()) * (in_flight + 1) for channel, found in counts.items()}
     flights = [program.schedule.in_flight(rank) for rank in range(program.ranks)]
     return {channel: max(found.values()) * (flights[int(channel.split("->")[1])] + 1) for channel, found in counts.items()}
 

@@ -12,19 +12,21 @@ from torch import nn
 
 from pdcompiler.backends.distributed import launched
 from pdcompiler.compiler import Request
+from pdcompiler.core.asynchronous import NAMES, Asynchronous
 from pdcompiler.core.batch import BatchDims, read_batch
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.loss import LossFunction
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Partition
 from pdcompiler.core.pass_manager import Watch
-from pdcompiler.core.plan import SCHEDULE_KINDS, Training
 from pdcompiler.core.schedule import Schedule
+from pdcompiler.core.ticks import Ticks
 from pdcompiler.given_partition import read_partition, read_replicas
+from pdcompiler.given_schedule import Placed, evaluation_schedule, is_automatic, read_schedule, read_ticks, training_of
 from pdcompiler.holdings import Initialize
 from pdcompiler.microbatches import best_microbatches
+from pdcompiler.optimizers import MakeOptimizer
 from pdcompiler.outputs import LossWeight
-from pdcompiler.passes.schedules.named import SCHEDULES, replicated
 from pdcompiler.pipeline import Options, Pipeline
 
 
@@ -36,8 +38,9 @@ def compile(
     example_kwargs: Mapping[str, Any] | None = None,
     example_target: Any = None,
     loss_fn: LossFunction | None = None,
-    schedule: str | Schedule = "1f1b",
+    schedule: str | Schedule | Asynchronous = "1f1b",
     microbatches: int | Literal["auto"] | None = None,
+    optimizer: MakeOptimizer | None = None,
     machine: Machine | str | Path | None = None,
     partition: Partition | str | Path | Sequence[str] | None = None,
     replicas: Sequence[int] | None = None,
@@ -57,9 +60,12 @@ def compile(
             launched number.
         example_args, example_kwargs, example_target: one batch. Left out, the model is compiled at the first step.
         loss_fn: (outputs, target) -> scalar. None: the model's own loss (outputs.loss, outputs["loss"], a scalar output).
-        schedule: "1f1b" or "gpipe", or a Schedule.
+        schedule: "1f1b" or "gpipe", or a Schedule; without flushes "pipedream" or "pipedream-2bw", or an Asynchronous.
         microbatches: how many a batch is cut into; "auto": as many as make a step of the example batch the fastest, by the
-            planner's costs for the machine; None: twice the number of ranks.
+            planner's costs for the machine; None: twice the number of ranks. Of pipedream-2bw: those of one update; pipedream
+            has none.
+        optimizer: a function of a list of parameters that makes a torch.optim optimizer of them: `pipe.optimizer`. Without
+            flushes it must be given, for the update is a part of the step: there is one optimizer for each stage.
         machine: what is compiled for: a Machine, a ready one's name ("h100-servers", ...), or its TOML file; of one with more
             devices than ranks, the first. None: a laptop's cores.
         partition: a Partition, its JSON file, or the module paths at which stages 1, 2, ... begin; None: chosen by cost.
@@ -79,19 +85,19 @@ def compile(
     """
     running = _check(model, world_size)
     _check_loss(loss_fn)
-    automatic = _is_automatic(microbatches, schedule, bool(example_args or example_kwargs))
+    automatic = is_automatic(microbatches, schedule, bool(example_args or example_kwargs))
     given = read_partition(partition, model)
     placed = read_replicas(given, replicas, world_size)
-    schedule = _schedule(schedule, placed, None if automatic else microbatches)
+    flushing, ticks, scales = _schedules(schedule, placed, None if automatic else microbatches, optimizer)
     held_on = _device(model, device)
     on_cuda = (held_on or next(iter(model.parameters()), torch.empty(0)).device).type == "cuda"
-    chosen = _machine(machine, world_size)
-    request = Request(model, world_size, loss_fn, chosen, given, not on_cuda, held_on, watch, _training(schedule), placed[0])
+    chosen, training = _machine(machine, world_size), training_of(ticks or flushing)
+    request = Request(model, world_size, loss_fn, chosen, given, not on_cuda, held_on, watch, training, placed[0], ticks)
     if automatic:
         batch = read_batch(model, example_args, example_kwargs or {}, example_target, batch_dims)
-        schedule = _schedule(schedule.name, placed, best_microbatches(request, batch))
-        request = replace(request, training=_training(schedule))
-    options = Options(schedule, loss_weight, batch_dims, timeout, init)
+        flushing = read_schedule(flushing.name, placed, best_microbatches(request, batch))
+        request = replace(request, training=training_of(flushing))
+    options = Options(flushing, loss_weight, batch_dims, timeout, init, optimizer, scales)
     pipe = Pipeline(request, options, None if running is None else running[0])
     if example_args or example_kwargs:
         pipe.prepare(*example_args, target=example_target, **(example_kwargs or {}))
@@ -121,50 +127,20 @@ def _check_loss(loss_fn: LossFunction | None) -> None:
         raise CompileError(f"loss_fn has parameters of its own: {', '.join(names)}", ways_out=("make it a part of the model",))
 
 
-def _is_automatic(microbatches: Any, schedule: str | Schedule, has_example: bool) -> bool:
-    if microbatches != "auto":
-        return False
-    if isinstance(schedule, Schedule):
-        raise CompileError('microbatches is "auto", but the schedule has its own number', ways_out=("leave it out",))
-    if not has_example:
-        ways_out = ("example_args or example_kwargs",)
-        raise CompileError('microbatches is "auto", but there is no batch to plan for', ways_out=ways_out)
-    return True
-
-
-def _schedule(schedule: str | Schedule, placed: tuple[tuple[int, ...], int], microbatches: Any) -> Schedule:
-    """placed: replicas of each stage, and whole pipelines."""
-    replicas, pipelines = placed
-    stages, world_size = len(replicas), sum(replicas) * pipelines
-    if isinstance(schedule, Schedule):
-        schedule.check()
-        if microbatches not in (None, schedule.microbatches):
-            raise CompileError(f"the schedule is for {schedule.microbatches} microbatches, microbatches is {microbatches}")
-        if len(schedule.ranks) != world_size or schedule.stages != stages:
-            has, are = f"{len(schedule.ranks)} ranks and {schedule.stages} stages", f" with {stages} stages"
-            is_other = f"world_size is {world_size}{'' if stages == world_size else are}"
-            raise CompileError(f"the schedule is for {has}, {is_other}")
-        _check_ranks(schedule, replicas, pipelines)
-        return schedule
-    if schedule not in SCHEDULES:
-        raise CompileError(f"there is no schedule {schedule!r}", ways_out=(f"one of {sorted(SCHEDULES)}", "a Schedule"))
-    count = 2 * world_size if microbatches is None else microbatches
-    if not isinstance(count, int) or count < 1:
-        raise CompileError(f"microbatches is {count!r}, expected 1 or more")
-    most = max(replicas) * pipelines
-    if count < most:
+def _schedules(
+    schedule: str | Schedule | Asynchronous, placed: Placed, microbatches: Any, optimizer: MakeOptimizer | None
+) -> tuple[Schedule, Ticks | None, bool]:
+    """The one that flushes; the one that does not, which then needs the other to evaluate; whether learning rates are scaled."""
+    if isinstance(schedule, str) and schedule in NAMES:
+        schedule = Asynchronous(schedule)
+    if not isinstance(schedule, Asynchronous):
+        return read_schedule(schedule, placed, microbatches), None, False
+    if optimizer is None:
         raise CompileError(
-            f"microbatches is {count}, but a stage has {most} replicas: some would have nothing to do",
-            ways_out=(f"microbatches={most} or more", "fewer replicas"),
+            f"{schedule.name} updates the weights inside of a step, and no optimizer was given",
+            ways_out=("optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)", "a schedule that flushes: 1f1b"),
         )
-    return replicated(schedule, replicas, count, pipelines)
-
-
-def _check_ranks(schedule: Schedule, replicas: Sequence[int], pipelines: int) -> None:
-    """Of the user's own schedule: each stage on as many ranks as it has replicas."""
-    for stage, ranks in schedule.replicas.items():
-        if len(ranks) != (wanted := replicas[stage] * pipelines):
-            raise CompileError(f"the schedule has {len(ranks)} ranks for stage {stage}, the partition has {wanted} replicas")
+    return evaluation_schedule(placed), read_ticks(schedule, placed, microbatches), schedule.scale_learning_rate
 
 
 def _machine(machine: Machine | str | Path | None, world_size: int) -> Machine:
@@ -172,11 +148,6 @@ def _machine(machine: Machine | str | Path | None, world_size: int) -> Machine:
     if not isinstance(machine, Machine):
         machine = Machine() if machine is None else Machine.load(machine)
     return machine.take(world_size)
-
-
-def _training(schedule: Schedule) -> Training:
-    """What the planner plans for: a schedule that it does not know counts as 1f1b."""
-    return Training(schedule.name if schedule.name in SCHEDULE_KINDS else "1f1b", schedule.microbatches)
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device | None:

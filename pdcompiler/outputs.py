@@ -21,10 +21,12 @@ LossWeight = str | Callable[[Mapping[str, Tensor]], Any]
 @dataclass(frozen=True)
 class StepResult:
     """What a step gives. loss: a detached scalar, the same on every rank; None where there is none.   outputs: in the structure
-    that the model returns, rows in the batch's order; None where they were not asked for, or not on this rank."""
+    that the model returns, rows in the batch's order; None where they were not asked for, or not on this rank.   index: without
+    flushes, of the batch that has finished, counted from 0."""
 
     loss: Tensor | None
     outputs: Any = None
+    index: int | None = None
 
 
 def loss_weights(batch: Batch, spans: Sequence[tuple[int, int]], loss_weight: LossWeight) -> list[float]:

@@ -13,16 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from pdcompiler.clipping import clip_gradients
 from pdcompiler.compiler import Request
 from pdcompiler.core.batch import Batch, BatchDims, read_batch
 from pdcompiler.core.errors import CompileError, VerifyError
 from pdcompiler.core.ir import Program, Stage
 from pdcompiler.core.partition import Partition
 from pdcompiler.core.schedule import Schedule
+from pdcompiler.core.ticks import Ticks
 from pdcompiler.holdings import Holdings, Initialize
+from pdcompiler.optimizers import MakeOptimizer, whole_optimizer
 from pdcompiler.outputs import LossWeight, StepResult, join_outputs, loss_weights
 from pdcompiler.plain import plain_step
 from pdcompiler.runner import Compiled, Runner
+from pdcompiler.stream import CompiledTick, Stream
 from pdcompiler.verification import Copies, Report, check_deterministic, compare, first_difference, run_copies
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-1}
@@ -33,10 +37,13 @@ class Options:
     """What of `compile`'s arguments the steps need."""
 
     schedule: Schedule
+    """Without flushes: what is evaluated with."""
     loss_weight: LossWeight
     batch_dims: BatchDims | None
     timeout: float
     init: Initialize | None
+    optimizer: MakeOptimizer | None = None
+    scale_learning_rate: bool = False
 
 
 class Pipeline:
@@ -46,6 +53,10 @@ class Pipeline:
         self.request, self.options, self.rank = request, options, rank
         self.holdings = Holdings(request.model, request.loss_fn, request.device, options.init)
         self.runner = Runner(request, options.schedule, options.timeout, rank, self.holdings)
+        self.stream: Stream | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        if request.ticks is not None and options.optimizer is not None:
+            self.stream = Stream(self.runner, request.ticks, options.optimizer, options.scale_learning_rate)
 
     # what was compiled
 
@@ -55,9 +66,9 @@ class Pipeline:
         return self.runner.traces.fixed_partition()
 
     @property
-    def schedule(self) -> Schedule:
-        """The order of forwards and backwards on each rank."""
-        return self.options.schedule
+    def schedule(self) -> Schedule | Ticks:
+        """The order of forwards and backwards on each rank; without flushes by ticks, with updates and how old weights are."""
+        return self.request.ticks or self.options.schedule
 
     @property
     def program(self) -> Program:
@@ -67,26 +78,31 @@ class Pipeline:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The newest step's stages: each with its forward and backward graphs."""
-        return self._newest().step.microbatches[0].staged.stages
+        return self._newest().staged.stages
 
     @property
     def ranks(self) -> tuple[fx.GraphModule, ...]:
         """The newest step's program of each rank: .code, .print_readable(), .graph."""
         return self._newest().modules
 
-    def _newest(self) -> Compiled:
-        if self.runner.latest is None:
+    def _newest(self) -> Compiled | CompiledTick:
+        latest = self.stream.latest if self.stream is not None else self.runner.latest
+        if latest is None:
             _ = self.partition
             raise CompileError("no step is compiled yet", ways_out=("take a step first",))
-        return self.runner.latest
+        return latest
 
     # training and evaluation
 
-    def step(self, *args: Any, target: Any = None, outputs: str = "none", **kwargs: Any) -> StepResult:
+    def step(self, *args: Any, target: Any = None, outputs: str = "none", **kwargs: Any) -> StepResult | None:
         """One training step on a batch: adds to `.grad` of this rank's parameters what plain PyTorch would add.
 
         The gradient is that of sum_i w_i * loss_i over the microbatches, w_i by `loss_weight`.   outputs: "none", "last" (on
         the ranks of the last stage) or "all".   Every rank calls it with the same arguments.
+
+        Without flushes: feeds the batch, which the optimizers' updates will follow, and returns on every rank what has
+        finished meanwhile: the loss of an earlier batch and its index, None while the pipeline fills. The batch must stay as
+        it is until it has finished.
         """
         batch = self._read(args, kwargs, target)
         if wants := [name for name, tensor in batch.tensors.items() if tensor.requires_grad]:
@@ -94,17 +110,39 @@ class Pipeline:
                 f"the inputs {', '.join(wants)} want a gradient, but a step gives gradients to the model's parameters alone",
                 ways_out=("make what computes them a part of the model", "detach them"),
             )
-        weights = loss_weights(batch, batch.spans(self.schedule.microbatches), self.options.loss_weight)
+        if self.stream is not None:
+            return self.stream.step(batch, self.options.loss_weight, outputs)
+        weights = loss_weights(batch, batch.spans(self.options.schedule.microbatches), self.options.loss_weight)
         compiled = self.runner.compile(batch, weights, outputs, gradients=True)
         results = self.runner.run(compiled, batch, weights)
         for rank, result in results.items():
             self._add_gradients(rank, compiled, result)
         return self._result(compiled, results, batch, weights, gradients=True)
 
+    def drain(self) -> list[StepResult]:
+        """Finish what is in flight, and update with what there is of the last rounds; returns the batches that finished. Every
+        rank calls it. With a schedule that flushes there is nothing to finish."""
+        return [] if self.stream is None else self.stream.drain()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Made by `optimizer=` of this rank's parameters; one that does nothing where there are none. Without flushes its
+        parameter groups are those of all stages, for learning rate schedulers, and each step of the pipeline steps it."""
+        if self.options.optimizer is None:
+            raise CompileError("no optimizer was given", ways_out=("compile(..., optimizer=)", "make one of pipe.parameters()"))
+        _ = self.partition
+        if self.stream is not None and self.stream.optimizer is not None:
+            return self.stream.optimizer
+        if self._optimizer is None:
+            self._optimizer = whole_optimizer(self.options.optimizer, self.parameters())
+        return self._optimizer
+
     def eval_step(self, *args: Any, target: Any = None, outputs: str = "all", **kwargs: Any) -> StepResult:
-        """The model in evaluation mode, without gradients, on a batch of any size; the modules' modes stay as they are."""
+        """The model in evaluation mode, without gradients, on a batch of any size; the modules' modes stay as they are. Without
+        flushes: after a `drain`, as all that reads or writes the weights of all stages."""
+        self._check_drained("eval_step")
         batch = self._read(args, kwargs, target)
-        weights = loss_weights(batch, batch.spans(self.schedule.microbatches), self.options.loss_weight)
+        weights = loss_weights(batch, batch.spans(self.options.schedule.microbatches), self.options.loss_weight)
         compiled = self.runner.compile(batch, weights, outputs, gradients=False)
         return self._result(compiled, self.runner.run(compiled, batch, weights), batch, weights, gradients=False)
 
@@ -113,10 +151,11 @@ class Pipeline:
 
         tolerance: of max|a - b| / max|b| per tensor; None: 1e-12 in float64, 1e-5 in float32, 1e-1 in 16 bits.   Nothing is
         changed.   Raises VerifyError that names what differs, and the first value of the program that does; CompileError for a
-        model that draws random numbers.
+        model that draws random numbers. Without flushes, of the same stages in a step with a flush.
         """
+        self._check_drained("verify")
         batch = self._read(args, kwargs, target)
-        spans = batch.spans(self.schedule.microbatches)
+        spans = batch.spans(self.options.schedule.microbatches)
         weights = loss_weights(batch, spans, self.options.loss_weight)
         compiled = self.runner.compile(batch, weights, "none", gradients=True)
         check_deterministic(compiled.step)
@@ -143,8 +182,14 @@ class Pipeline:
         """Compile for a batch without running anything: the training step, and where there is no target for its loss, none."""
         batch = self._read(args, kwargs, target)
         trains = target is not None or self.request.loss_fn is None
-        weights = [1.0] * len(batch.spans(self.schedule.microbatches))
+        if self.stream is not None and trains:
+            return self.stream.prepare(batch)
+        weights = [1.0] * len(batch.spans(self.options.schedule.microbatches))
         self.runner.compile(batch, weights, "none" if trains else "all", gradients=trains)
+
+    def _check_drained(self, what: str) -> None:
+        if self.stream is not None:
+            self.stream.check_drained(what)
 
     def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Batch:
         if target is not None and self.request.loss_fn is None:
@@ -199,6 +244,17 @@ class Pipeline:
             if parameter.grad is not None:
                 parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """As torch.nn.utils.clip_grad_norm_ of the whole model, on every rank: scales this rank's gradients, returns the norm of
+        all. Without flushes gradients are never there all at once: CompileError; each stage can clip its own."""
+        if self.stream is not None:
+            raise CompileError(
+                f"{self.stream.ticks.name} updates each stage when its gradients are there, so there is no norm of all stages'",
+                ways_out=("by stage: an optimizer that clips before its step (docs/asynchronous.md)", "a schedule that flushes"),
+            )
+        _ = self.partition
+        return clip_gradients(self.runner, max_norm, norm_type)
+
     def train(self, mode: bool = True) -> Pipeline:
         """Set the modules' mode, as of a module."""
         self.request.model.train(mode)
@@ -209,12 +265,14 @@ class Pipeline:
         return self.train(False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What this rank holds, under the model's own names; in one process the whole model's."""
+        """What this rank holds, under the model's own names; in one process the whole model's. Without flushes: after a drain."""
+        self._check_drained("state_dict")
         _ = self.partition
         return self.holdings.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Load the model's own state_dict (or this rank's part of it)."""
+        """Load the model's own state_dict (or this rank's part of it). Without flushes: after a drain."""
+        self._check_drained("load_state_dict")
         _ = self.partition
         self.holdings.load_state_dict(state, strict)
 

@@ -18,7 +18,7 @@ from pdcompiler.backends.distributed import Distributed
 from pdcompiler.compiler import Request, compile_program, compile_ranks, receive_window
 from pdcompiler.core.batch import Batch
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.ir import Microbatch, Program, RankProgram, Step
+from pdcompiler.core.ir import Microbatch, Program, RankProgram, Staged, Step
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.holdings import Holdings
 from pdcompiler.traces import Traces
@@ -33,6 +33,11 @@ class Compiled:
     ranks: tuple[RankProgram, ...]
     modules: tuple[fx.GraphModule, ...]
     window: dict[str, int]
+
+    @property
+    def staged(self) -> Staged:
+        """The stages, of its first microbatch."""
+        return self.step.microbatches[0].staged
 
 
 class Runner:
@@ -64,18 +69,13 @@ class Runner:
         return self.latest
 
     def _programs(self, step: Step, gradients: bool) -> Compiled:
-        ranks = range(self.request.world_size)
-        mine = ranks if self.rank is None else [self.rank]
-        held = [stage for stage, replicas in self.schedule.replicas.items() if not set(mine).isdisjoint(replicas)]
-        self.holdings.hold(self.traces.fixed_partition(), held)
-        stages = step.microbatches[0].staged.stages
-        self.holdings.elsewhere.update(name for stage in stages if stage.index not in held for name in stage.written)
+        self.hold(step.microbatches[0].staged)
         restricted = restrict(self.schedule, step, gradients)
         program = compile_program(self.request, step, restricted, self.holders(), self.schedule.replicas)
         programs = compile_ranks(self.request, program)
         window = receive_window(program)
         if self.rank is not None:
-            self._join(programs)
+            self.join(programs)
         memory = self.memory(program)
         own = self.backend.meaning(reference.PURE, memory) if self.backend else None
         modules = tuple(generate(p, own if p.rank == self.rank else None) for p in programs)
@@ -87,7 +87,17 @@ class Runner:
         ranks = {name: tuple(sorted({rank for stage in stages for rank in replicas[stage]})) for name, stages in owners.items()}
         return {name: holding for name, holding in ranks.items() if len(holding) > 1}
 
-    def _join(self, programs: Sequence[RankProgram]) -> None:
+    def held_stages(self) -> list[int]:
+        """The stages that a rank of this process runs."""
+        return [stage for stage, ranks in self.schedule.replicas.items() if self.rank is None or self.rank in ranks]
+
+    def hold(self, staged: Staged) -> None:
+        """Take the parameters and buffers of this process's stages."""
+        held = self.held_stages()
+        self.holdings.hold(self.traces.fixed_partition(), held)
+        self.holdings.elsewhere.update(name for stage in staged.stages if stage.index not in held for name in stage.written)
+
+    def join(self, programs: Sequence[RankProgram]) -> None:
         """Make this process's end of the messages, at the first program that is compiled."""
         nodes = [node for program in programs for node in program.graph.nodes]
         channels = sorted({str(node.kwargs["channel"]) for node in nodes if "channel" in node.kwargs})
@@ -111,11 +121,14 @@ class Runner:
 
     def inputs(self, compiled: Compiled, batch: Batch, weights: Sequence[float]) -> dict[str, Any]:
         """The program's placeholders: the batch's tensors and the weights of the losses."""
-        staged = compiled.step.microbatches[0].staged
-        types = [stage.types[staged.loss] for stage in staged.stages if staged.loss in stage.types]
-        loss_weights = torch.tensor(weights, dtype=types[0].dtype if types else None, device=self.device)
+        loss_weights = self.loss_weights(compiled.step.microbatches[0].staged, weights)
         names = [str(node.target) for node in compiled.program.graph.nodes if node.op == "placeholder"]
         return dict(zip(names, [*(tensor.detach() for tensor in batch.tensors.values()), loss_weights], strict=True))
+
+    def loss_weights(self, staged: Staged, weights: Sequence[float]) -> torch.Tensor:
+        """As a tensor, of the losses' own type."""
+        types = [stage.types[staged.loss] for stage in staged.stages if staged.loss in stage.types]
+        return torch.tensor(weights, dtype=types[0].dtype if types else None, device=self.device)
 
     def run(self, compiled: Compiled, batch: Batch, weights: Sequence[float]) -> dict[int, Any]:
         """Run a step; the results of the ranks that run in this process."""

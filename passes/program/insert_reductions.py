@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
 from pdcompiler.core import ops
-from pdcompiler.core.ir import Program, ValueType, describe, evaluate
-
-BUCKET = 25 * 2**20
-"""Bytes of one reduction, as DistributedDataParallel's."""
+from pdcompiler.core.ir import Program, describe
+from pdcompiler.core.program_writer import buckets
 
 Parts = dict[int, fx.Node]
 """By rank."""
@@ -37,8 +35,12 @@ def insert_reductions(program: Program, holders: Mapping[str, tuple[int, ...]]) 
     with program.graph.inserting_before(output):
         parts = {name: found for name in holders if (found := _parts(program, name, results))}
         sums: dict[str, Parts] = {}
-        for names in _buckets(program, parts):
-            sums |= _reduce(program, names, parts)
+        alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name, found in parts.items():
+            alike[tuple(found)].append(name)
+        for group in alike.values():
+            for names in buckets({name: program.gradient_types[name] for name in group}):
+                sums |= _reduce(program, names, parts)
     for name, found in sums.items():
         first = next(iter(found.values()))
         for rank in holders[name]:
@@ -57,27 +59,6 @@ def _parts(program: Program, name: str, results: Mapping[int, Mapping[str, Any]]
                 part = _node(program, operator.getitem, (total, names.index(name)), {}, rank, name)
                 parts[rank] = part if rank not in parts else _node(program, ops.accumulate, (parts[rank], part), {}, rank, name)
     return parts
-
-
-def _buckets(program: Program, parts: Mapping[str, Parts]) -> Iterator[list[str]]:
-    """Parameters that are reduced together, in the order of the parameters."""
-    alike: dict[Any, list[str]] = defaultdict(list)
-    for name, found in parts.items():
-        alike[tuple(found), program.gradient_types[name].dtype].append(name)
-    for names in alike.values():
-        bucket, size = list[str](), 0
-        for name in names:
-            nbytes = _nbytes(program.gradient_types[name])
-            if bucket and size + nbytes > BUCKET:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(name)
-            size += nbytes
-        yield bucket
-
-
-def _nbytes(type: ValueType) -> int:
-    return evaluate(type.nbytes(), 1)
 
 
 def _reduce(program: Program, names: list[str], parts: Mapping[str, Parts]) -> dict[str, Parts]:

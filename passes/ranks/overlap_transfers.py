@@ -7,6 +7,8 @@
     z = f(b)                                b = finish_recv(p1);  z = f(b)
     c = recv(channel="0->1")                ...
 
+A receive that is put by for a later program (`stash`) is put by unfinished, and finished where that program takes it back.
+
 At most `window` receives of a channel are open ahead of their place, so receive buffers do not grow with the number of
 microbatches. A receive is started where the one `window` before it stood, or at the beginning: never later than before this
 pass, in the same order per channel, so the proof against deadlock stays. It is finished right before its first reader.
@@ -33,6 +35,7 @@ def overlap_transfers(program: RankProgram, window: Mapping[str, int]) -> RankPr
             channels[str(node.kwargs["channel"])].append(node)
     place = {node: i for i, node in enumerate(graph.nodes)}  # of readers; starts never are
     first = next(node for node in graph.nodes if node.op != "placeholder")
+    _finish_restored(graph)
     for channel, receives in channels.items():
         size = window[channel]
         for i, receive in enumerate(receives):
@@ -56,6 +59,21 @@ def _finish(receive: fx.Node, place: dict[fx.Node, int]) -> None:
     """The receive itself becomes the finish, and moves to its first reader."""
     start: Any = receive.meta.pop("start")
     receive.target, receive.args, receive.kwargs = ops.finish_recv, (start,), {}
+    if any(user.target is ops.stash for user in receive.users):
+        assert len(receive.users) == 1, f"{receive.name} is put by, and read before"
+        receive.replace_all_uses_with(start)
+        receive.graph.erase_node(receive)
+        return
     reader = min(receive.users, key=lambda user: place.get(user, 0), default=None)
     if reader is not None:
         reader.prepend(receive)
+
+
+def _finish_restored(graph: fx.Graph) -> None:
+    """What another rank made and an earlier program put by is a receive that has not finished."""
+    for node in list(graph.nodes):
+        if node.target is ops.restore and node.meta["maker"] is not None:
+            with graph.inserting_before(node):
+                pending = graph.create_node("call_function", ops.restore, (), dict(node.kwargs), name=f"pending_{node.name}")
+            pending.meta = dict(node.meta)
+            node.target, node.args, node.kwargs = ops.finish_recv, (pending,), {}

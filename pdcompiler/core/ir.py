@@ -192,15 +192,16 @@ class Program(Readable):
     """The step of all ranks as one graph. Every node has a rank; nodes stand in one global order.
 
     Placeholders are the batch's tensors, in its order, and `loss_weights`; the output is a dict from rank to that rank's results:
-    {"loss": value, "gradients": {stage: tuple}, "reduced": {parameter: value}, "outputs": [leaf: [microbatch: value]]}.
-    root: holds the stage functions that `call_module` nodes name.   gradient_names, buffer_names: per stage, of its tuple of
-    gradients and of its tuple of buffers.   gradient_types: by parameter.
+    {"loss": value, "gradients": {stage: tuple}, "reduced": {parameter: value}, "outputs": [leaf: [microbatch: value]]},
+    of a tick without flushes {"losses": [value]}.
+    root: holds the stage functions that `call_module` nodes name.   schedule: None for a tick.   gradient_names,
+    buffer_names: per stage, of its tuple of gradients and of its tuple of buffers.   gradient_types: by parameter.
     """
 
     graph: fx.Graph
     root: nn.Module
     ranks: int
-    schedule: Schedule
+    schedule: Schedule | None
     gradient_names: dict[int, tuple[str, ...]]
     gradient_types: dict[str, ValueType]
     buffer_names: dict[int, tuple[str, ...]]

@@ -15,6 +15,10 @@
     all_reduce(values, ranks)             the sums of several ranks' tuples of tensors, for each of them; in a rank's program
                                           all_reduce(own, ranks)
     write_buffers(stage, rank, values)    the buffers' new values
+    stash(value, kind, stage, minibatch)  put a value by for a later program (or for later in this one)
+    restore(kind, stage, minibatch)       take it back, once. minibatch: relative to the one that comes in with the program
+    divide(values, count)                 a tuple of tensors, each divided by a number
+    update(weights, gradients, stage)     one optimizer step of a stage, on each of its replicas
 
 A rank's program is these and nothing else. Adding a word means: its line here, its meaning in reference.py, its messages in
 distributed.py, and its place in the proof (verify.py).
@@ -123,6 +127,31 @@ def unpack(packed: Tensor, *, types: Sequence[tuple[Sequence[int], torch.dtype]]
 def all_reduce(values: Any, *, ranks: Sequence[int]) -> Any:
     """In the global program: a tuple of tensors of each rank, to that of the sums for each. In a rank's program: its own."""
     _meaningless("all_reduce")
+
+
+@_effect
+def stash(value: Any, *, kind: str, stage: int, minibatch: int, rank: int) -> None:
+    """Put a value by under (kind, stage, minibatch), on a rank; a receive that has not finished, too."""
+    _meaningless("stash")
+
+
+@_effect
+def restore(*, kind: str, stage: int, minibatch: int, rank: int) -> Any:
+    """Take back what was put by under (kind, stage, minibatch), and forget it."""
+    _meaningless("restore")
+
+
+@_word
+def divide(values: tuple[Tensor, ...], *, count: int) -> tuple[Tensor, ...]:
+    """Each of the values divided by `count`, as new memory."""
+    _meaningless("divide")
+
+
+@_effect
+def update(weights: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *, stage: int, rank: int, keep: bool) -> None:
+    """One step of the stage's optimizer: the newest weights, which `weights` gives in later programs. keep: whether the old
+    values are still used, and so must not be written over."""
+    _meaningless("update")
 
 
 @_effect

@@ -167,16 +167,21 @@ class Partition:
         ranks = str(first) if stage.replicas == 1 else f"{first} to {first + stage.replicas - 1}"
         row = (str(index), self.modules(index), ranks, f"{amount(stage.parameter_bytes)}B", f"{stage.seconds / whole:.0%}")
         if stage.cost is None:
-            return (*row, f"{amount(stage.sent_bytes)}B", *[""] * 5)
+            return (*row, f"{amount(stage.sent_bytes)}B", *[""] * 6)
         slowest = max(other.cost.seconds for other in self.stages if other.cost is not None)
         cost = stage.cost
         times = (seconds(cost.compute), seconds(cost.entering + cost.leaving), seconds(cost.reduce) if cost.reduce else "")
         busy = f"{cost.seconds / slowest:.0%}" + (" recomputes" if stage.recompute else "")
-        return (*row, f"{amount(stage.sent_bytes)}B", *times, f"{amount(cost.memory)}B", busy)
+        versions = f"{cost.versions} x {amount(stage.parameter_bytes)}B" if self._keeps_versions() else ""
+        return (*row, f"{amount(stage.sent_bytes)}B", *times, f"{amount(cost.memory)}B", versions, busy)
+
+    def _keeps_versions(self) -> bool:
+        return any(stage.cost is not None and stage.cost.versions > 1 for stage in self.stages)
 
 
 _HEADER = (
-    "stage", "modules", "ranks", "parameters", "share", "sends", "compute", "transfers", "all-reduce", "memory", "of bottleneck",
+    "stage", "modules", "ranks", "parameters", "share", "sends", "compute", "transfers", "all-reduce", "memory",
+    "weight versions", "of bottleneck",
 )  # fmt: skip
 
 

@@ -9,13 +9,14 @@ What every way to lower a schedule needs; not here: in which order anything is c
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
 
 from pdcompiler.core import ops
-from pdcompiler.core.ir import RESERVED, Function, Microbatch, Stage, ValueType, describe, type_of
+from pdcompiler.core.ir import RESERVED, Function, Microbatch, Stage, ValueType, describe, evaluate, type_of
 from pdcompiler.core.names import identifier
 
 Note = Mapping[str, Any]
@@ -25,6 +26,27 @@ Note = Mapping[str, Any]
 def note_of(rank: int, stage: int | None, microbatch: int | None, phase: str) -> dict[str, Any]:
     """Where a node belongs."""
     return {"rank": rank, "stage": stage, "microbatch": microbatch, "phase": phase}
+
+
+BUCKET = 25 * 2**20
+"""Bytes of gradients that are reduced together, as DistributedDataParallel's."""
+
+
+def buckets(types: Mapping[str, ValueType]) -> Iterator[list[str]]:
+    """Parameters whose gradients are reduced together: of one element type, in the given order, at most BUCKET bytes."""
+    alike: dict[Any, list[str]] = defaultdict(list)
+    for name, type in types.items():
+        alike[type.dtype].append(name)
+    for names in alike.values():
+        bucket, size = list[str](), 0
+        for name in names:
+            nbytes = evaluate(types[name].nbytes(), 1)
+            if bucket and size + nbytes > BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(name)
+            size += nbytes
+        yield bucket
 
 
 class ProgramWriter:

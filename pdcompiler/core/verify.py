@@ -84,8 +84,10 @@ def _shares_weights(node: fx.Node) -> bool:
 
 
 def verify_program(program: Program) -> None:
-    """Every node has a rank; from the first transfer on, no value is read on a rank that does not hold it."""
+    """Every node has a rank; from the first transfer on, no value is read on a rank that does not hold it; what is put by for a
+    later program or taken back has a key of its own."""
     program.graph.lint()
+    _check_keys(program)
     transfers = any(node.target is ops.transfer for node in program.graph.nodes)
     for node in program.graph.nodes:
         if "rank" not in node.meta:
@@ -96,3 +98,10 @@ def verify_program(program: Program) -> None:
             shared = source.op == "placeholder" or source.target is ops.all_reduce
             if not shared and rank_of(source) != rank_of(node):
                 raise VerifyError(f"{node.name} on rank {rank_of(node)} reads {source.name}, which is on rank {rank_of(source)}")
+
+
+def _check_keys(program: Program) -> None:
+    for word in (ops.stash, ops.restore):
+        keys = [tuple(sorted(node.kwargs.items())) for node in program.graph.nodes if node.target is word]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise VerifyError(f"{word.__name__} of {dict(twice[0])} stands twice")

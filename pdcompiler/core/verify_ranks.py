@@ -57,9 +57,15 @@ def _numbers(ranks: Sequence[RankProgram]) -> dict[fx.Node, int]:
                 channel = str(node.kwargs["channel"])
                 numbers[node] = counts[channel + node.target.__name__[:1]]
                 counts[channel + node.target.__name__[:1]] += 1
-            elif node.target is ops.finish_recv:
+            elif node.target is ops.finish_recv and not _is_older(node):
                 numbers[node] = numbers[node.args[0]]
     return numbers
+
+
+def _is_older(node: fx.Node) -> bool:
+    """Whether it finishes a receive of an earlier program, in which the send stands too."""
+    started: Any = node.args[0] if node.target is ops.finish_recv else node
+    return started.target is ops.restore
 
 
 def _advance(
@@ -82,7 +88,7 @@ def _advance(
                 break
             _pass_together(node, walking)
             return True
-        else:
+        elif not _is_older(node):
             begun: Any = node if node.target is ops.recv else node.args[0]
             channel = str(begun.kwargs["channel"])
             if node.target is ops.recv and posted[channel] <= numbers[node]:

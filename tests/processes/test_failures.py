@@ -55,6 +55,22 @@ def test_an_error_in_a_stage_is_raised_on_every_rank_with_its_place(tmp_path: Pa
         assert report["rank"] == 1
 
 
+def test_an_error_in_a_stream_is_raised_on_every_rank(tmp_path: Path) -> None:
+    """Also on those that are ticks ahead, with receives that are put by."""
+    codes, reports = launch("stream index", tmp_path)
+    assert codes == [1, 1, 1]
+    for report in reports:
+        assert report["raised"] == "WorkerError"
+        assert report["message"] == "rank 1: stage 1 forward, microbatch 0, module table: IndexError: index out of range in self"
+
+
+@pytest.mark.full
+def test_a_rank_that_is_killed_in_a_stream_is_named_by_all_others(tmp_path: Path) -> None:
+    codes, reports = launch("stream kill 1", tmp_path)
+    assert codes == [1, -signal.SIGKILL, 1]
+    assert all(report["message"].startswith("rank 1 is gone: rank ") for report in (reports[0], reports[2]))
+
+
 @pytest.mark.parametrize("way", ["kill 1", "stop 1"])
 def test_a_rank_that_ends_is_named_by_all_others(tmp_path: Path, way: str) -> None:
     """Killed, or simply done one step earlier."""

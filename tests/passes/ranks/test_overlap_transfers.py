@@ -107,3 +107,39 @@ def test_a_program_without_messages_is_left_alone() -> None:
     [program] = split_ranks(writer.program({0: {"loss": writer.call(torch.relu, writer.input("x"), name="y")}}))
     text = str(program)
     assert_shows(overlap_transfers(program, {}), text)
+
+
+def stream() -> tuple[RankProgram, ...]:
+    """Rank 0 sends what rank 1 will read in a later program; rank 1 reads what came in an earlier one."""
+    writer = Writer()
+    x = writer.input("x")
+    value = writer.call(torch.relu, x, name="a0")
+    moved = writer.call(ops.transfer, value, rank=1, name="a0", to=1)
+    stash = writer.call(ops.stash, moved, rank=1, name="stash")
+    stash.kwargs = {"kind": "d_h", "stage": 1, "minibatch": 0, "rank": 1}
+    taken = writer.call(ops.restore, rank=1, name="a1")
+    taken.kwargs, taken.meta["maker"] = {"kind": "d_h", "stage": 1, "minibatch": -1, "rank": 1}, 0
+    result = writer.call(torch.neg, taken, rank=1, name="y")
+    return split_ranks(writer.program({1: {"losses": [result]}}))
+
+
+def test_a_receive_for_a_later_program_is_put_by_unfinished() -> None:
+    sender, receiver = stream()
+    assert_shows(overlap_transfers(receiver, {"0->1": 4}), """
+        pending_a0 = start_recv(frm=0, channel='0->1', shape=(4,), dtype=float32)
+        stash(pending_a0, kind='d_h', stage=1, minibatch=0, rank=1)
+        pending_a1 = restore(kind='d_h', stage=1, minibatch=-1, rank=1)
+        a1 = finish_recv(pending_a1)
+        y = neg(a1)
+        return {losses: [y]}
+    """)
+    verify_ranks((sender, receiver))
+
+
+def test_what_came_in_an_earlier_program_is_unfinished_also_where_nothing_is_sent_now() -> None:
+    _, receiver = stream()
+    for node in reversed(list(receiver.graph.nodes)):
+        if node.target in (ops.stash, ops.recv):
+            receiver.graph.erase_node(node)
+    overlap_transfers(receiver, {})
+    assert [node.target for node in receiver.graph.nodes if node.op == "call_function"][:2] == [ops.restore, ops.finish_recv]

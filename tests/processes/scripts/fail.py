@@ -1,6 +1,8 @@
 """Trains on the launched ranks until one of them fails in the way that is asked for; what this rank raised goes to a file.
 
     RANK=1 WORLD_SIZE=3 ... python fail.py WAY FOLDER
+
+With "stream " before the way, the schedule is one without flushes.
 """
 
 import json
@@ -9,6 +11,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +23,15 @@ ROWS = 8
 
 
 class Net(nn.Module):
-    """Three stages: `first`, the `table` that is looked up, and `last`, which has the weight of `first`."""
+    """Three stages: `first`, the `table` that is looked up, and `last`, which may have the weight of `first`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: bool) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8)
         self.table = nn.Embedding(10, 8)
         self.last = nn.Linear(8, 8)
-        self.last.weight = self.first.weight
+        if tied:
+            self.last.weight = self.first.weight
 
     def forward(self, rows: Tensor, ids: Tensor) -> Tensor:
         hidden = torch.relu(self.first(rows)) + self.table(ids)
@@ -42,20 +46,30 @@ def main(way: str, folder: Path) -> None:
     if way == "late":
         torch.distributed.init_process_group("gloo")  # a user's own, with its own long timeout
     rows, ids, target = torch.randn(ROWS, 8), torch.arange(ROWS), torch.randn(ROWS, 8)
+    streams = way.startswith("stream ")
+    way = way.removeprefix("stream ")
+    options = {"schedule": "pipedream", "optimizer": sgd} if streams else {"microbatches": 4}
     pipe = pdcompiler.compile(
-        Net(), 3, loss_fn=F.mse_loss, microbatches=4, partition=["table", "last"], timeout=10.0 if way == "late" else 300.0
+        Net(not streams), 3, loss_fn=F.mse_loss, partition=["table", "last"], timeout=10.0 if way == "late" else 300.0, **options
     )
-    pipe.step(rows, ids, target=target)
+    for _ in range(4 if streams else 1):  # until the pipeline is full
+        pipe.step(rows, ids, target=target)
     report = {"raised": None}
     try:
         for step in range(3):
             if step == 1:
+                ids = ids.clone()
                 fail(way, rank, ids)
             pipe.step(rows, ids, target=target)
+        pipe.drain()
     except Exception as error:
         report = {"raised": type(error).__name__, "message": str(error), "rank": getattr(error, "rank", None)}
     (folder / f"{rank}.json").write_text(json.dumps(report))
     sys.exit(report["raised"] is not None)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
 
 
 def fail(way: str, rank: int, ids: Tensor) -> None:

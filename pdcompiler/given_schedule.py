@@ -1,0 +1,110 @@
+"""What the user says of the schedule: `schedule=` and `microbatches=` of `compile`, read and checked before anything is traced.
+
+Not here: the schedules themselves (`passes/schedules/named.py`, `core/ticks.py`), and the stages (`given_partition.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pdcompiler.core.asynchronous import NAMES, Asynchronous
+from pdcompiler.core.errors import CompileError
+from pdcompiler.core.plan import SCHEDULE_KINDS, Training
+from pdcompiler.core.schedule import Schedule
+from pdcompiler.core.ticks import Ticks
+from pdcompiler.passes.schedules.named import SCHEDULES, replicated
+
+Placed = tuple[tuple[int, ...], int]
+"""Replicas of each stage, and whole pipelines."""
+
+
+def is_automatic(microbatches: Any, schedule: str | Schedule | Asynchronous, has_example: bool) -> bool:
+    """Whether the planner chooses the number of microbatches."""
+    if microbatches != "auto":
+        return False
+    if not isinstance(schedule, str) or schedule in NAMES:
+        its = "has its own number" if isinstance(schedule, Schedule) else "does not flush"
+        raise CompileError(f'microbatches is "auto", but the schedule {its}', ways_out=("leave it out",))
+    if not has_example:
+        ways_out = ("example_args or example_kwargs",)
+        raise CompileError('microbatches is "auto", but there is no batch to plan for', ways_out=ways_out)
+    return True
+
+
+def read_schedule(schedule: str | Schedule, placed: Placed, microbatches: Any) -> Schedule:
+    """A schedule that flushes: by its name, or the user's own."""
+    if isinstance(schedule, Schedule):
+        return _checked(schedule, placed, microbatches)
+    if schedule not in SCHEDULES:
+        names = sorted({*SCHEDULES, *NAMES})
+        raise CompileError(f"there is no schedule {schedule!r}", ways_out=(f"one of {names}", "a Schedule"))
+    replicas, pipelines = placed
+    count = _count(2 * sum(replicas) * pipelines if microbatches is None else microbatches)
+    most = max(replicas) * pipelines
+    if count < most:
+        raise CompileError(
+            f"microbatches is {count}, but a stage has {most} replicas: some would have nothing to do",
+            ways_out=(f"microbatches={most} or more", "fewer replicas"),
+        )
+    return replicated(schedule, replicas, count, pipelines)
+
+
+def read_ticks(schedule: Asynchronous, placed: Placed, microbatches: Any) -> Ticks:
+    """A schedule without flushes. Of several whole pipelines each runs every so many minibatches: a stage's replicas are those of
+    all of them."""
+    replicas = tuple(count * placed[1] for count in placed[0])
+    if schedule.name == "pipedream":
+        if microbatches is not None:
+            raise CompileError(
+                f"microbatches is {microbatches!r}, but pipedream does not cut a batch: each step feeds one minibatch",
+                ways_out=("leave it out", "pipedream-2bw, which updates once after so many microbatches", "smaller batches"),
+            )
+        return schedule.ticks(replicas, None)
+    least = max(1, *schedule.depths_for(replicas), *replicas)
+    count = _count(max(least, 2 * sum(replicas)) if microbatches is None else microbatches)
+    if count < max(replicas):
+        raise CompileError(
+            f"microbatches is {count}, but a stage has {max(replicas)} replicas: some would have nothing to do in a batch",
+            ways_out=(f"microbatches={least} or more", "fewer replicas"),
+        )
+    return schedule.ticks(replicas, count)
+
+
+def evaluation_schedule(placed: Placed) -> Schedule:
+    """With which a pipeline without flushes evaluates."""
+    return read_schedule("gpipe", placed, None)
+
+
+def training_of(schedule: Schedule | Ticks) -> Training:
+    """What the planner plans for: a schedule that it does not know counts as 1f1b."""
+    if isinstance(schedule, Ticks):
+        return Training(schedule.name, schedule.batch or Training.microbatches)
+    return Training(schedule.name if schedule.name in SCHEDULE_KINDS else "1f1b", schedule.microbatches)
+
+
+def _count(microbatches: Any) -> int:
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise CompileError(f"microbatches is {microbatches!r}, expected 1 or more")
+    return microbatches
+
+
+def _checked(schedule: Schedule, placed: Placed, microbatches: Any) -> Schedule:
+    replicas, pipelines = placed
+    stages, world_size = len(replicas), sum(replicas) * pipelines
+    schedule.check()
+    if microbatches not in (None, schedule.microbatches):
+        raise CompileError(f"the schedule is for {schedule.microbatches} microbatches, microbatches is {microbatches}")
+    if len(schedule.ranks) != world_size or schedule.stages != stages:
+        has, are = f"{len(schedule.ranks)} ranks and {schedule.stages} stages", f" with {stages} stages"
+        is_other = f"world_size is {world_size}{'' if stages == world_size else are}"
+        raise CompileError(f"the schedule is for {has}, {is_other}")
+    _check_ranks(schedule, replicas, pipelines)
+    return schedule
+
+
+def _check_ranks(schedule: Schedule, replicas: Sequence[int], pipelines: int) -> None:
+    """Of the user's own schedule: each stage on as many ranks as it has replicas."""
+    for stage, ranks in schedule.replicas.items():
+        if len(ranks) != (wanted := replicas[stage] * pipelines):
+            raise CompileError(f"the schedule has {len(ranks)} ranks for stage {stage}, the partition has {wanted} replicas")

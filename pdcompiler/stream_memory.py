@@ -1,0 +1,96 @@
+"""What the ranks of this process hold between the ticks of a stream: weights, buffers, and what is put by for later ticks.
+
+The newest weights are the parameters themselves. Before an update that must keep the old values each parameter gets new memory;
+the old memory stays with those that put it by. Buffers are never versioned: each replica has its own, until a drain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdcompiler.backends import reference
+from pdcompiler.core import ops
+from pdcompiler.core.partition import Partition
+from pdcompiler.holdings import Holdings
+from pdcompiler.optimizers import StageOptimizers
+
+Tensors = tuple[Tensor, ...]
+Key = tuple[str, int, int, int]
+
+
+class StreamMemory(reference.Memory):
+    """tick: the number of the tick that runs, from the last drain on.   updates: of each stage, from the beginning on."""
+
+    def __init__(
+        self, holdings: Holdings, partition: Partition, optimizers: StageOptimizers, replicas: Mapping[int, tuple[int, ...]],
+        buffers: Mapping[int, tuple[str, ...]], gradients: Mapping[int, tuple[str, ...]], rank: int | None,
+    ) -> None:  # fmt: skip
+        super().__init__(self._weights, self._buffers)
+        self.holdings, self.partition, self.optimizers = holdings, partition, optimizers
+        self.buffer_names, self.gradient_names = buffers, gradients
+        self.updating = {stage: ranks[0] if rank is None else rank for stage, ranks in replicas.items()}
+        self.tick = 0
+        self.stashed: dict[Key, Any] = {}
+        self.written: dict[tuple[int, int], Tensors] = {}
+        self.updates = dict.fromkeys(replicas, 0)
+        self.numbers: dict[tuple[int, int], int] = {}
+
+    def words(self) -> dict[Any, Callable[..., Any]]:
+        """See reference.Memory."""
+        return {**super().words(), ops.stash: self.stash, ops.restore: self.restore, ops.update: self.update}
+
+    def _weights(self, stage: int, rank: int) -> Tensors:
+        return self.holdings.tensors(self.partition.stages[stage].parameters)
+
+    def _buffers(self, stage: int, rank: int) -> Tensors:
+        return self.written.get((stage, rank)) or self.holdings.tensors(self.buffer_names[stage])
+
+    def write_buffers(self, values: Tensors, *, stage: int, rank: int) -> None:
+        """See ops.write_buffers. What a backward to come reads of the old ones stays as it was."""
+        self.written[stage, rank] = tuple(values)
+
+    def stash(self, value: Any, *, kind: str, stage: int, minibatch: int, rank: int) -> None:
+        """See ops.stash."""
+        key = (kind, stage, self.tick + minibatch, rank)
+        assert key not in self.stashed, f"{key} is put by twice"
+        self.stashed[key] = value
+
+    def restore(self, *, kind: str, stage: int, minibatch: int, rank: int) -> Any:
+        """See ops.restore."""
+        return self.stashed.pop((kind, stage, self.tick + minibatch, rank))
+
+    def update(self, weights: Tensors, gradients: Tensors, *, stage: int, rank: int, keep: bool) -> None:
+        """See ops.update. In one process the replicas of a stage share its weights: the first one steps."""
+        if rank != self.updating[stage]:
+            return
+        parameters = [self.holdings.parameters[name] for name in self.gradient_names[stage]]
+        if keep:
+            for parameter in parameters:
+                parameter.data = parameter.data.clone()
+        with torch.enable_grad():  # through autograd, so that hooks on parameters fire
+            torch.autograd.backward(parameters, list(gradients))
+        self.optimizers.step_stage(stage)
+        for parameter in parameters:
+            parameter.grad = None
+        self.updates[stage] += 1
+        self.numbers |= {(stage, parameter.data_ptr()): self.updates[stage] for parameter in parameters}
+
+    def version(self, stage: int, weights: Tensors) -> int:
+        """Of values that `weights` gave at some time: after how many updates these were the newest that this memory has had."""
+        return max((self.numbers.get((stage, tensor.data_ptr()), 0) for tensor in weights), default=0)
+
+    def end_stream(self) -> None:
+        """After a drain: buffers become the model's; weights that no forward came for are let go."""
+        for (stage, _), values in sorted(self.written.items(), reverse=True):  # the first replica's last
+            for held, value in zip(self.holdings.tensors(self.buffer_names[stage]), values, strict=True):
+                if held.data_ptr() != value.data_ptr():
+                    held.copy_(value)
+        self.written.clear()
+        left = [key for key in self.stashed if key[0] != "kept weights"]
+        assert not left, f"put by and never taken back: {left}"
+        self.stashed.clear()
+        self.tick = 0
