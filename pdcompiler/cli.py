@@ -19,7 +19,7 @@ from pdcompiler.break_even import as_text, break_even_of_machine, check_bandwidt
 from pdcompiler.commands.costs import FIT_EXAMPLE, PROFILE_EXAMPLE, fit_device, profile_model
 from pdcompiler.commands.model import MODEL, load, read_example
 from pdcompiler.commands.terminal import Say, check_outputs, told, waiting
-from pdcompiler.compiler import Request, fingerprint, plan_partition
+from pdcompiler.compiler import Request, fingerprint
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.graph_txt import Graph
 from pdcompiler.core.ir import Trace
@@ -33,6 +33,7 @@ from pdcompiler.microbatches import microbatch_counts
 from pdcompiler.passes.partition.problem import make_problem
 from pdcompiler.passes.tracing.fit import fit
 from pdcompiler.passes.tracing.profile import apply_profile
+from pdcompiler.plan_partition import plan_partition
 from pdcompiler.planner import plan_in_order
 from pdcompiler.planning_trace import planning_trace
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,7 +37,7 @@ from pdcompiler.own_plan import check_memory, knows_memory
 from pdcompiler.passes.partition.check_partition import check_partition, plan_of_stages
 from pdcompiler.passes.partition.evaluate import evaluate
 from pdcompiler.passes.partition.make_partition import cuts_at_modules, cuts_of, make_partition, plan_of_cuts, with_costs
-from pdcompiler.passes.partition.problem import Layers, make_problem
+from pdcompiler.passes.partition.problem import make_problem
 from pdcompiler.passes.program.forward_stashes import forward_stashes
 from pdcompiler.passes.program.insert_reductions import insert_reductions
 from pdcompiler.passes.program.insert_transfers import insert_transfers
@@ -57,10 +56,7 @@ from pdcompiler.passes.stages.split_shared_gradients import split_shared_gradien
 from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
 from pdcompiler.passes.tracing.trace import capture_joint
-from pdcompiler.planner import explain, faster_in_order, judge, plan_in_order, ranked, straight_plan
-
-WORTH_A_WALK = 1.1
-"""How much longer by the formula than the best is as walked a plan for another number of rows may take, to be looked for."""
+from pdcompiler.planner import explain, judge, ranked, straight_plan
 
 
 @dataclass(frozen=True)
@@ -139,34 +135,6 @@ def check_given(request: Request, partition: Partition, trace: Trace, machine: M
             if request.ticks is not None:
                 evaluation = evaluation_at(evaluation, request.ticks)
             check_memory(evaluation, problem.workload, machine, request.training)
-
-
-def plan_partition(request: Request, trace: Trace, microbatch_rows: Sequence[int], batch_rows: int) -> Partition:
-    """The best partition on at most the machine's devices, replicated stages, whole pipelines and recompute included, for the
-    best of some numbers of rows of a microbatch. Of a large model only the narrowest cuts are searched; then it has a gap."""
-    machine, least, best = request.machine.take(request.world_size), math.inf, None
-    layers, refusal = Layers(trace), None
-    for rows in sorted(microbatch_rows):
-        training = replace(request.training, microbatches=-(-batch_rows // rows))
-        steps = 1 if training.flushes else training.microbatches  # a plan's seconds are a step's or a microbatch's
-        problem, found = faster_in_order(layers.problem(machine, rows), machine, training, least / steps * WORTH_A_WALK)
-        if found is None:
-            continue
-        try:
-            found = ranked(found, machine, training)
-        except CompileError as error:
-            refusal = refusal or error
-            continue
-        assert found.walked is not None
-        if found.walked * steps < least:
-            least, best = found.walked * steps, (problem, found, training)
-    if refusal is not None and best is None:
-        raise refusal
-    if best is None:  # with the fewest rows, it takes the least memory: what would fit?
-        rows = min(microbatch_rows)
-        training = replace(request.training, microbatches=-(-batch_rows // rows))
-        best = (*plan_in_order(layers.problem(machine, rows), machine, training), training)
-    return explained(request.model, trace, *best[:2], machine, best[2])
 
 
 def explained(model: nn.Module, trace: Trace, problem: Problem, found: Found, machine: Machine, training: Training) -> Partition:
