@@ -47,8 +47,8 @@ def _joined(request: Request, batch: Batch, low: int, high: int) -> Trace | None
     with suppress(CompileError):
         receive = _elsewhere(outlined) if _can_copy_itself() else outlined
         trace = trace_model(request, batch, rows=high, symbolic=False, gradients=True)
-        own, other = outline(trace), receive()
-        if other is not None and (joined := join_rows(trace, own, other)) is not None:
+        own, other = outline(trace), receive() or outlined()
+        if (joined := join_rows(trace, own, other)) is not None:
             return joined if costs_agree(annotate_costs(joined), own, other) else None
     return None
 
