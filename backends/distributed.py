@@ -79,6 +79,8 @@ class Distributed:
         self.window: Mapping[str, int] = {}
         self.channels: dict[str, Any] = {}
         self.groups: dict[tuple[int, ...], Any] = {}
+        self.waited: dict[int, float] = defaultdict(float)
+        """Seconds, for messages of each rank."""
         self.put_by: dict[Any, Any] = {}
         """What programs put by for later ones, open receives among it."""
         self.join(channels, reductions)
@@ -103,6 +105,8 @@ class Distributed:
             ops.start_recv: self.start_recv,
             ops.finish_recv: self.finish_recv,
             ops.all_reduce: self.all_reduce,
+            ops.start_all_reduce: self.start_all_reduce,
+            ops.finish_all_reduce: self.finish_all_reduce,
         }
 
     def send(self, value: Tensor, *, to: int, channel: str) -> None:
@@ -132,20 +136,32 @@ class Distributed:
     def finish_recv(self, pending: tuple[Any, int, Tensor]) -> Tensor:
         """Wait for it (on CUDA: make the current stream wait)."""
         work, frm, value = pending
+        begin = time.perf_counter()
         self._reach((frm,), work.wait, *self.patience)
+        self.waited[frm] += time.perf_counter() - begin
         return value
 
     def recv(self, **what: Any) -> Tensor:
         """Both at once."""
         return self.finish_recv(self.start_recv(**what))
 
-    def all_reduce(self, values: tuple[Tensor, ...], *, ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """The sums over ranks, as new memory (a gradient may share its own with others), in one message."""
+    def start_all_reduce(self, values: tuple[Tensor, ...], *, ranks: tuple[int, ...]) -> tuple[Any, Sequence[int], Tensor, Any]:
+        """Ask for the sums over ranks, as new memory (a gradient may share its own with others), in one message."""
         total = torch.cat([value.reshape(-1) for value in values])
         others = [rank for rank in ranks if rank != self.rank]
-        self._reach(others, dist.all_reduce, total, dist.ReduceOp.SUM, self.groups[tuple(ranks)])
-        parts = torch.split(total, [value.numel() for value in values])
-        return tuple(part.view(value.shape) for part, value in zip(parts, values, strict=True))
+        work = self._reach(others, dist.all_reduce, total, dist.ReduceOp.SUM, self.groups[tuple(ranks)], True)
+        return work, others, total, [value.shape for value in values]
+
+    def finish_all_reduce(self, pending: tuple[Any, Sequence[int], Tensor, Any]) -> tuple[Tensor, ...]:
+        """Wait for them (on CUDA: make the current stream wait)."""
+        work, others, total, shapes = pending
+        self._reach(others, work.wait, *self.patience)
+        parts = torch.split(total, [shape.numel() for shape in shapes])
+        return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+    def all_reduce(self, values: tuple[Tensor, ...], *, ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Both at once."""
+        return self.finish_all_reduce(self.start_all_reduce(values, ranks=ranks))
 
     def of_all(self, value: Tensor, operation: Any) -> Tensor:
         """One number of all ranks together, summed in float64 (or its largest)."""

@@ -212,7 +212,9 @@ class _Rank:
             ops.recv: lambda *, channel, **_: network.under_way.pop(network.ask(channel)),
             ops.start_recv: lambda *, channel, **_: network.ask(channel),
             ops.finish_recv: network.under_way.pop,
-            ops.all_reduce: self._all_reduce,
+            ops.all_reduce: lambda value, *, ranks: self._sum(self._give(value, ranks)),
+            ops.start_all_reduce: lambda value, *, ranks: self._give(value, ranks),
+            ops.finish_all_reduce: self._sum,
         }
 
     def advance(self) -> bool:
@@ -237,19 +239,27 @@ class _Rank:
         if node.target is ops.finish_recv:
             return self.values[node.args[0]] in self.network.under_way  # type: ignore[index]
         if node.target is ops.all_reduce:
-            ranks = node.kwargs["ranks"]
+            ranks: Any = node.kwargs["ranks"]
             waiting = self.reductions.setdefault((ranks, self.reduced[ranks]), {})
             waiting.setdefault(self.program.rank, _given(node.args[0], self.values))
-            return len(waiting) == len(ranks)  # type: ignore[arg-type]
+            return len(waiting) == len(ranks)
+        if node.target is ops.finish_all_reduce:
+            started: Any = self.values[node.args[0]]  # type: ignore[index]
+            return len(self.reductions[started]) == len(started[0])
         return True
 
     def _later(self, meaning: Callable[..., Any]) -> Callable[..., None]:
         return lambda *values, **where: self.writes.append(partial(meaning, *values, **where))
 
-    def _all_reduce(self, value: Any, *, ranks: tuple[int, ...]) -> Any:
-        waiting = self.reductions[ranks, self.reduced[ranks]]
+    def _give(self, value: Any, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+        """This rank's part of its next reduction over these ranks: which that is."""
+        key = ranks, self.reduced[ranks]
         self.reduced[ranks] += 1
-        return sum_over_ranks([waiting[rank] for rank in ranks])
+        self.reductions.setdefault(key, {})[self.program.rank] = value
+        return key
+
+    def _sum(self, key: tuple[tuple[int, ...], int]) -> Any:
+        return sum_over_ranks([self.reductions[key][rank] for rank in key[0]])
 
     def waits_for(self) -> str:
         """For a message: where this rank stands."""

@@ -1,4 +1,4 @@
-"""What the benchmarks that run on several ranks share: starting the ranks, and one clock for all of them.
+"""What the benchmarks that run on several ranks share: starting the ranks, one clock for all of them, and turns.
 
 Not here: what is measured, and how it is judged.
 """
@@ -6,10 +6,11 @@ Not here: what is measured, and how it is judged.
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,3 +36,29 @@ def seconds_of(step: Callable[[], Any]) -> float:
     taken = torch.tensor(time.perf_counter() - start)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return taken.item()
+
+
+def by_turns(steps: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
+    """Seconds of each step in each round; every other round in reverse order."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(warm_up + rounds):
+        for name in list(steps)[:: (-1) ** number]:
+            taken = seconds_of(steps[name])
+            if number >= warm_up:
+                seconds[name].append(taken)
+    return seconds
+
+
+def paired_ratio(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median and third quartile of one's seconds by the other's, round by round."""
+    paired = [a / b for a, b in zip(one, other, strict=True)]
+    if len(paired) < 2:
+        return paired[0], paired[0], paired[0]
+    low, middle, high = statistics.quantiles(paired, n=4, method="inclusive")
+    return low, middle, high
+
+
+def spread(ratio: tuple[float, float, float]) -> str:
+    """The median with the quartiles."""
+    low, middle, high = ratio
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt import VOCABULARY, Gpt, token_loss
-from ranks import is_rank, run_on_ranks, seconds_of
+from ranks import by_turns, is_rank, paired_ratio, run_on_ranks, spread
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ import pdcompiler
 
 RANKS, MICROBATCHES, CUT = 2, 8, "layers.4"
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-WARM_UP = 3
 BARS = {(64, 32, 2): 1.5, (128, 64, 2): 1.2, (256, 64, 4): 1.0}
 """Sizes (width, sequence, rows of a microbatch), and the least ratio against 1F1B."""
 Size = tuple[int, int, int]
@@ -127,12 +126,7 @@ def measure(size: Size, pairs: int) -> dict[str, list[float]]:
     assert_equal_gradients(contestants.values(), single)
     runs: dict[str, Step] = {name: contestant.run for name, contestant in contestants.items()}
     runs["single"] = single.run if dist.get_rank() == 0 else lambda: None
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(WARM_UP + pairs):
-        for name in list(runs)[:: (-1) ** number]:
-            taken = seconds_of(runs[name])
-            if number >= WARM_UP:
-                seconds[name].append(taken)
+    seconds = by_turns(runs, pairs)
     for schedule in SCHEDULES:
         seconds[f"in stages {schedule}"] = [seconds_in_functions(contestants[f"ours {schedule}"]) for _ in range(10)]
     return seconds
@@ -161,11 +155,7 @@ def seconds_in_functions(contestant: Contestant) -> float:
 
 def ratios(seconds: dict[str, list[float]], schedule: str) -> tuple[float, float, float]:
     """First quartile, median and third quartile of the peer's time by ours, round by round."""
-    paired = [b / a for a, b in zip(seconds[f"ours {schedule}"], seconds[f"torch {schedule}"], strict=True)]
-    if len(paired) < 2:
-        return paired[0], paired[0], paired[0]
-    low, middle, high = statistics.quantiles(paired, n=4, method="inclusive")
-    return low, middle, high
+    return paired_ratio(seconds[f"torch {schedule}"], seconds[f"ours {schedule}"])
 
 
 def rows_of(size: Size, seconds: dict[str, list[float]]) -> list[list[str]]:
@@ -174,12 +164,11 @@ def rows_of(size: Size, seconds: dict[str, list[float]]) -> list[list[str]]:
     limit = medians["single"] / RANKS * (1 + (RANKS - 1) / MICROBATCHES)
     lines = []
     for schedule in SCHEDULES:
-        low, middle, high = ratios(seconds, schedule)
         own, other = medians[f"ours {schedule}"], medians[f"torch {schedule}"]
         times = [f"{milliseconds:.1f} ms" for milliseconds in (own, other, medians["single"], limit)]
-        spread = f"{middle:.2f} ({low:.2f} to {high:.2f})"
         inside = f"{medians[f'in stages {schedule}']:.1f} ms"
-        lines.append([name_of(size), schedule, times[0], inside, times[1], spread, *times[2:], f"{own / limit:.2f}"])
+        ratio = spread(ratios(seconds, schedule))
+        lines.append([name_of(size), schedule, times[0], inside, times[1], ratio, *times[2:], f"{own / limit:.2f}"])
     return lines
 
 

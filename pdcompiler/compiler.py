@@ -27,6 +27,7 @@ from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Partition, Problem
 from pdcompiler.core.pass_manager import Watch, run_passes
 from pdcompiler.core.plan import Training
+from pdcompiler.core.program_writer import bucket_bytes
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.tick_text import TickText
 from pdcompiler.core.ticks import Ticks
@@ -44,7 +45,9 @@ from pdcompiler.passes.program.insert_transfers import insert_transfers
 from pdcompiler.passes.program.lower_schedule import lower_schedule
 from pdcompiler.passes.program.lower_tick import lower_tick
 from pdcompiler.passes.program.merge_transfers import merge_transfers
+from pdcompiler.passes.program.split_backward import split_backward
 from pdcompiler.passes.program.split_ranks import split_ranks
+from pdcompiler.passes.ranks.overlap_reductions import overlap_reductions
 from pdcompiler.passes.ranks.overlap_transfers import overlap_transfers
 from pdcompiler.passes.ranks.reuse_memory import reuse_memory
 from pdcompiler.passes.stages.assign_stages import assign_stages
@@ -165,7 +168,8 @@ def compile_program(
     """One program over all ranks. holders: of each parameter that several ranks hold, these.   replicas: the ranks of each stage,
     where some have nothing to run in this step."""
     passes: list[Callable[[Program], Program]] = [
-        bind(insert_reductions, holders=holders),
+        bind(insert_reductions, holders=holders, bucket=bucket_bytes(request.machine)),
+        *((split_backward,) if request.overlap else ()),
         insert_transfers,
         bind(merge_transfers, machine=request.machine),
     ]
@@ -177,15 +181,16 @@ def compile_tick(
     replicas: Mapping[int, tuple[int, ...]],
 ) -> Program:  # fmt: skip
     """One tick of a schedule without flushes, over all ranks: as `lower_tick` takes it."""
-    program = lower_tick(text, minibatches, staged, dims, replicas)
-    return run_passes(program, [forward_stashes, insert_transfers], verify_program, request.watch)
+    program = lower_tick(text, minibatches, staged, dims, replicas, bucket_bytes(request.machine))
+    passes = [forward_stashes, *((split_backward,) if request.overlap else ()), insert_transfers]
+    return run_passes(program, passes, verify_program, request.watch)
 
 
 def compile_ranks(request: Request, program: Program, in_flight: int = 1) -> tuple[RankProgram, ...]:
     """One program per rank, proved free of deadlock. in_flight: of a tick's program, the ticks whose messages may be open."""
-    passes = [on_each(reuse_memory)]
-    if request.overlap:
-        passes.append(on_each(bind(overlap_transfers, window=receive_window(program, in_flight))))
+    window = receive_window(program, in_flight) if request.overlap else {}
+    passes = [on_each(reuse_memory), on_each(bind(overlap_transfers, window=window))]
+    passes += [on_each(overlap_reductions)] if request.overlap else []
     return run_passes(split_ranks(program), passes, verify_ranks, request.watch)
 
 

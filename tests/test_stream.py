@@ -89,6 +89,19 @@ def test_2bw_in_closed_form() -> None:
         assert_close_by_tensor(parameter.detach(), versions[-1], 1e-12, "weights")
 
 
+def test_whole_pipelines_take_minibatches_in_turn() -> None:
+    """Two pipelines of two stages are replicas 2-2: the oracle's weights, with ranks 0 and 1 in the first pipeline."""
+    case = case_of((2, 2), "stash", "momentum", 9)
+    straight = compiled(case, partition=case.partition, replicas=(2, 2))
+    inputs, target, _ = next(iter(batches(case)))
+    straight.prepare(inputs, target=target)
+    stages = tuple(dataclasses.replace(stage, replicas=1) for stage in straight.partition.stages)
+    pipe = compiled(case, partition=pdcompiler.Partition(stages, pipelines=2), replicas=None)
+    seen = run(case, pipe)
+    assert_equal(case, seen)
+    assert pipe.options.schedule.replicas == {0: (0, 2), 1: (1, 3)}
+
+
 # Real models
 
 

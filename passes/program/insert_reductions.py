@@ -21,32 +21,39 @@ from typing import Any
 from torch import fx
 
 from pdcompiler.core import ops
-from pdcompiler.core.ir import Program, describe
-from pdcompiler.core.program_writer import buckets
+from pdcompiler.core.ir import Program, ValueType, describe
+from pdcompiler.core.program_writer import BUCKET, buckets
 
 Parts = dict[int, fx.Node]
 """By rank."""
 
 
-def insert_reductions(program: Program, holders: Mapping[str, tuple[int, ...]]) -> Program:
-    """holders: for each parameter that several ranks hold, these. See the module's docstring."""
+def insert_reductions(program: Program, holders: Mapping[str, tuple[int, ...]], bucket: float = BUCKET) -> Program:
+    """holders: for each parameter that several ranks hold, these.   bucket: the most bytes of one reduction, unless one gradient
+    has more. See the module's docstring."""
     output = program.graph.output_node()
     results: dict[int, dict[str, Any]] = dict(output.args[0])  # type: ignore[arg-type]
     with program.graph.inserting_before(output):
         parts = {name: found for name in holders if (found := _parts(program, name, results))}
         sums: dict[str, Parts] = {}
-        alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        for name, found in parts.items():
-            alike[tuple(found)].append(name)
-        for group in alike.values():
-            for names in buckets({name: program.gradient_types[name] for name in group}):
-                sums |= _reduce(program, names, parts)
+        for names in _buckets(program, parts, bucket):
+            sums |= _reduce(program, names, parts)
     for name, found in sums.items():
         first = next(iter(found.values()))
         for rank in holders[name]:
             results[rank] = results[rank] | {"reduced": {**results[rank].get("reduced", {}), name: found.get(rank, first)}}
     output.args = (results,)  # type: ignore[assignment]
     return program
+
+
+def _buckets(program: Program, parts: Mapping[str, Parts], bucket: float) -> list[list[str]]:
+    """Of the same ranks each; in the order in which their last gradient is made."""
+    alike: dict[tuple[int, ...], dict[str, ValueType]] = defaultdict(dict)
+    made = {name: place for place, name in enumerate(program.gradient_types)}
+    for name in sorted(parts, key=made.__getitem__):
+        alike[tuple(parts[name])][name] = program.gradient_types[name]
+    found = [names for types in alike.values() for names in buckets(types, bucket)]
+    return sorted(found, key=lambda names: max(made[name] for name in names))
 
 
 def _parts(program: Program, name: str, results: Mapping[int, Mapping[str, Any]]) -> Parts:

@@ -28,7 +28,7 @@ from pdcompiler.core import ops
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.ir import Program, Stage, Step, describe, eliminate_dead_code
 from pdcompiler.core.names import identifier
-from pdcompiler.core.program_writer import Note, ProgramWriter, given_types, note_of
+from pdcompiler.core.program_writer import Note, ProgramWriter, as_they_are_made, given_types, note_of
 from pdcompiler.core.schedule import Action, Schedule
 
 
@@ -135,7 +135,7 @@ class _Lowering:
         return Program(
             graph, self.writer.root, len(self.schedule.ranks), self.schedule,
             {stage.index: stage.gradients for stage in stages},
-            {name: type for stage in stages for name, type in zip(stage.gradients, stage.gradient_types, strict=True)},
+            {name: type for stage in stages for name, type in as_they_are_made(stage).items()},
             {stage.index: stage.buffers for stage in stages},
         )
 

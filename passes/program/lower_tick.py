@@ -28,17 +28,17 @@ from torch import fx
 from pdcompiler.core import ops
 from pdcompiler.core.ir import Microbatch, Program, Stage, Staged, ValueType, describe, eliminate_dead_code
 from pdcompiler.core.names import identifier
-from pdcompiler.core.program_writer import Note, ProgramWriter, buckets, given_types, note_of
+from pdcompiler.core.program_writer import BUCKET, Note, ProgramWriter, as_they_are_made, buckets, given_types, note_of
 from pdcompiler.core.tick_text import TickBackward, TickForward, TickText, TickUpdate
 
 
 def lower_tick(
     text: TickText, minibatches: Mapping[int, Microbatch], staged: Staged, dims: Mapping[str, int | None],
-    replicas: Mapping[int, tuple[int, ...]],
+    replicas: Mapping[int, tuple[int, ...]], bucket: float = BUCKET,
 ) -> Program:  # fmt: skip
     """minibatches: those of the text, by their number in it.   staged: the stages, of any minibatch.   dims: of the batch's
-    tensors, as in ir.Step.   replicas: the ranks of each stage."""
-    lowering = _Lowering(text, minibatches, staged, dims, replicas)
+    tensors, as in ir.Step.   replicas: the ranks of each stage.   bucket: the most bytes of one reduction."""
+    lowering = _Lowering(text, minibatches, staged, dims, replicas, bucket)
     for item in text.items:
         if isinstance(item, TickForward):
             lowering.forward(item)
@@ -54,9 +54,10 @@ class _Lowering:
 
     def __init__(
         self, text: TickText, minibatches: Mapping[int, Microbatch], staged: Staged, dims: Mapping[str, int | None],
-        replicas: Mapping[int, tuple[int, ...]],
+        replicas: Mapping[int, tuple[int, ...]], bucket: float,
     ) -> None:  # fmt: skip
         self.text, self.minibatches, self.staged, self.dims, self.replicas = text, minibatches, staged, dims, replicas
+        self.bucket = bucket
         self.updating = {item.stage for item in text.items if isinstance(item, TickUpdate)}
         self.writer = ProgramWriter(dims)
         self.values: dict[str, fx.Node] = {}
@@ -181,7 +182,7 @@ class _Lowering:
             }
             for rank, total in totals.items()
         }
-        for names in buckets(types) if len(totals) > 1 else ():
+        for names in buckets(as_they_are_made(part), self.bucket) if len(totals) > 1 else ():
             self._reduce(part.index, names, types, sums)
         return {rank: tuple(own[name] for name in part.gradients) for rank, own in sums.items()}
 
@@ -215,7 +216,7 @@ class _Lowering:
         return Program(
             graph, self.writer.root, len(self.ranks), None,
             {stage.index: stage.gradients for stage in stages},
-            {name: type for stage in stages for name, type in zip(stage.gradients, stage.gradient_types, strict=True)},
+            {name: type for stage in stages for name, type in as_they_are_made(stage).items()},
             {stage.index: stage.buffers for stage in stages},
         )  # fmt: skip
 

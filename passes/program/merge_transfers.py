@@ -26,10 +26,10 @@ from pdcompiler.core.machine import Machine
 
 def merge_transfers(program: Program, machine: Machine) -> Program:
     """See the module's docstring."""
-    together: dict[tuple[fx.Node, int], list[fx.Node]] = defaultdict(list)
+    together: dict[tuple[Any, ...], list[fx.Node]] = defaultdict(list)
     for node in program.graph.nodes:
         if node.target is ops.transfer and (call := _call(node)) is not None and _is_small(node, machine):
-            together[call, rank_of(node)].append(node)
+            together[call, rank_of(node), node.meta["microbatch"]].append(node)  # of none: buffers, at the end of a step
     for transfers in together.values():
         if len(transfers) > 1:
             _merge(program.graph, transfers)
@@ -37,10 +37,11 @@ def merge_transfers(program: Program, machine: Machine) -> Program:
 
 
 def _call(transfer: fx.Node) -> fx.Node | None:
-    """The stage function that gave the value."""
+    """The stage function that gave the value, or the tuple with the value in it (buffers)."""
     value: Any = transfer.args[0]
-    maker = value.args[0] if value.target is operator.getitem else None
-    return maker if isinstance(maker, fx.Node) and maker.op == "call_module" else None
+    while isinstance(value, fx.Node) and value.target is operator.getitem:
+        value = value.args[0]
+    return value if isinstance(value, fx.Node) and value.op == "call_module" else None
 
 
 def _is_small(transfer: fx.Node, machine: Machine) -> bool:

@@ -7,7 +7,8 @@
     z = f(b)                                b = finish_recv(p1);  z = f(b)
     c = recv(channel="0->1")                ...
 
-A receive that is put by for a later program (`stash`) is put by unfinished, and finished where that program takes it back.
+A receive that is put by for a later program (`stash`) is put by unfinished, and finished where that program takes it back; on a
+channel without a window, too, where it is started in its place.
 
 At most `window` receives of a channel are open ahead of their place, so receive buffers do not grow with the number of
 microbatches. A receive is started where the one `window` before it stood, or at the beginning: never later than before this
@@ -27,12 +28,14 @@ from pdcompiler.core.ir import RankProgram
 
 
 def overlap_transfers(program: RankProgram, window: Mapping[str, int]) -> RankProgram:
-    """window: per channel, how many receives may be open; a channel that is not in it is left alone."""
+    """window: per channel, how many receives may be open; on a channel that is not in it, each is received in its place."""
     graph = program.graph
     channels: dict[str, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.target is ops.recv and node.kwargs["channel"] in window:
             channels[str(node.kwargs["channel"])].append(node)
+        elif node.target is ops.recv and any(user.target is ops.stash for user in node.users):
+            node.target = ops.start_recv
     place = {node: i for i, node in enumerate(graph.nodes)}  # of readers; starts never are
     first = next(node for node in graph.nodes if node.op != "placeholder")
     _finish_restored(graph)

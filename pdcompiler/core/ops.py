@@ -14,6 +14,8 @@
     pack(values), unpack(packed, types)   several values as one message
     all_reduce(values, ranks)             the sums of several ranks' tuples of tensors, for each of them; in a rank's program
                                           all_reduce(own, ranks)
+    start_all_reduce(own, ranks)          let a rank's part of the sums travel, without waiting
+    finish_all_reduce(pending)            wait for the sums
     write_buffers(stage, rank, values)    the buffers' new values
     stash(value, kind, stage, minibatch)  put a value by for a later program (or for later in this one)
     restore(kind, stage, minibatch)       take it back, once. minibatch: relative to the one that comes in with the program
@@ -152,6 +154,18 @@ def update(weights: tuple[Tensor, ...], gradients: tuple[Tensor, ...], *, stage:
     """One step of the stage's optimizer: the newest weights, which `weights` gives in later programs. keep: whether the old
     values are still used, and so must not be written over."""
     _meaningless("update")
+
+
+@_effect
+def start_all_reduce(values: Any, *, ranks: Sequence[int]) -> Any:
+    """Give a rank's own values to a reduction, without waiting for the others."""
+    _meaningless("start_all_reduce")
+
+
+@_effect
+def finish_all_reduce(pending: Any) -> Any:
+    """Wait for the sums."""
+    _meaningless("finish_all_reduce")
 
 
 @_effect

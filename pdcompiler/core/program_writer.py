@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from pdcompiler.core import ops
 from pdcompiler.core.ir import RESERVED, Function, Microbatch, Stage, ValueType, describe, evaluate, type_of
+from pdcompiler.core.machine import Machine
 from pdcompiler.core.names import identifier
 
 Note = Mapping[str, Any]
@@ -30,10 +31,17 @@ def note_of(rank: int, stage: int | None, microbatch: int | None, phase: str) ->
 
 BUCKET = 25 * 2**20
 """Bytes of gradients that are reduced together, as DistributedDataParallel's."""
+LATENCIES = 20
+"""That a bucket's bytes take to travel, at least, so that its own latency does not matter."""
 
 
-def buckets(types: Mapping[str, ValueType]) -> Iterator[list[str]]:
-    """Parameters whose gradients are reduced together: of one element type, in the given order, at most BUCKET bytes."""
+def bucket_bytes(machine: Machine) -> float:
+    """At most BUCKET: less, so that the first can travel while a backward still runs, where the machine's messages allow it."""
+    return min(LATENCIES * machine.link_latency_seconds * machine.link_bytes_per_second, BUCKET)
+
+
+def buckets(types: Mapping[str, ValueType], most: float = BUCKET) -> Iterator[list[str]]:
+    """Parameters whose gradients are reduced together: of one element type, in the given order, of at most so many bytes."""
     alike: dict[Any, list[str]] = defaultdict(list)
     for name, type in types.items():
         alike[type.dtype].append(name)
@@ -41,12 +49,24 @@ def buckets(types: Mapping[str, ValueType]) -> Iterator[list[str]]:
         bucket, size = list[str](), 0
         for name in names:
             nbytes = evaluate(types[name].nbytes(), 1)
-            if bucket and size + nbytes > BUCKET:
+            if bucket and size + nbytes > most:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(name)
             size += nbytes
         yield bucket
+
+
+def as_they_are_made(stage: Stage) -> dict[str, ValueType]:
+    """The types of a stage's gradients, in the order in which its backward makes them."""
+    types = zip(stage.gradients, stage.gradient_types, strict=True)
+    if stage.backward is None or not stage.gradients:
+        return dict(types)
+    graph = stage.backward.module.graph
+    place = {node: k for k, node in enumerate(graph.nodes)}
+    made: Any = graph.output_node().args[0]
+    nodes = dict(zip(stage.gradients, made[stage.backward.gives.index("gradients")], strict=True))
+    return dict(sorted(types, key=lambda item: place[nodes[item[0]]]))
 
 
 class ProgramWriter:

@@ -20,6 +20,7 @@ from pdcompiler.core.ir import RankProgram, ValueType, name_of, type_of
 from pdcompiler.core.printer import show_node
 
 EFFECTS = (ops.send, ops.recv, ops.start_recv, ops.finish_recv)
+REDUCTIONS = (ops.all_reduce, ops.start_all_reduce)
 
 
 @dataclass
@@ -37,27 +38,30 @@ def verify_ranks(ranks: Sequence[RankProgram]) -> None:
         program.graph.lint()
     _check_pairs(ranks)
     _check_reductions(ranks)
-    waits = (*EFFECTS, ops.all_reduce)
+    waits = (*EFFECTS, *REDUCTIONS, ops.finish_all_reduce)
     walking = [_Rank(program, [n for n in program.graph.nodes if n.target in waits]) for program in ranks]
     sent: dict[str, int] = defaultdict(int)
-    posted: dict[str, int] = defaultdict(int)
+    posted: dict[Any, int] = defaultdict(int)
     numbers = _numbers(ranks)
     while any(rank.at < len(rank.nodes) for rank in walking):
-        if not any([_advance(rank, walking, sent, posted, numbers) for rank in walking]):
-            raise DeadlockError(_cycle(walking))
+        if not any([_advance(rank, sent, posted, numbers) for rank in walking]):
+            raise DeadlockError(_cycle(walking, posted, numbers))
 
 
 def _numbers(ranks: Sequence[RankProgram]) -> dict[fx.Node, int]:
-    """Which receive of its channel each start is, and for a finish, the start's."""
+    """Which receive of its channel (or reduction over its ranks) each start is, and for a finish, the start's."""
     numbers: dict[fx.Node, int] = {}
     for program in ranks:
-        counts: dict[str, int] = defaultdict(int)
+        counts: dict[Any, int] = defaultdict(int)
         for node in program.graph.nodes:
             if node.target in (ops.recv, ops.start_recv, ops.send):
                 channel = str(node.kwargs["channel"])
                 numbers[node] = counts[channel + node.target.__name__[:1]]
                 counts[channel + node.target.__name__[:1]] += 1
-            elif node.target is ops.finish_recv and not _is_older(node):
+            elif node.target in REDUCTIONS:
+                numbers[node] = counts[node.kwargs["ranks"]]
+                counts[node.kwargs["ranks"]] += 1
+            elif node.target is ops.finish_all_reduce or (node.target is ops.finish_recv and not _is_older(node)):
                 numbers[node] = numbers[node.args[0]]
     return numbers
 
@@ -68,10 +72,8 @@ def _is_older(node: fx.Node) -> bool:
     return started.target is ops.restore
 
 
-def _advance(
-    rank: _Rank, walking: list[_Rank], sent: dict[str, int], posted: dict[str, int], numbers: dict[fx.Node, int]
-) -> bool:
-    """Walk a rank until it has to wait; whether it moved. A receive that it stands at counts as posted."""
+def _advance(rank: _Rank, sent: dict[str, int], posted: dict[Any, int], numbers: dict[fx.Node, int]) -> bool:
+    """Walk a rank until it has to wait; whether it moved. A receive or reduction that it stands at counts as posted."""
     start = rank.at
     moved = False
     while rank.at < len(rank.nodes):
@@ -83,11 +85,13 @@ def _advance(
             sent[channel] += 1
         elif node.target is ops.start_recv:
             posted[str(node.kwargs["channel"])] += 1
-        elif node.target is ops.all_reduce:
-            if not _all_at(node, walking):
+        elif node.target in REDUCTIONS or node.target is ops.finish_all_reduce:
+            over, own = _ranks_of(node), rank.program.rank
+            if node.target in REDUCTIONS and posted[over, own] <= numbers[node]:
+                posted[over, own] += 1
+                moved = True
+            if node.target is not ops.start_all_reduce and _missing(node, posted, numbers):
                 break
-            _pass_together(node, walking)
-            return True
         elif not _is_older(node):
             begun: Any = node if node.target is ops.recv else node.args[0]
             channel = str(begun.kwargs["channel"])
@@ -100,22 +104,16 @@ def _advance(
     return moved or rank.at > start
 
 
-def _all_at(node: fx.Node, walking: list[_Rank]) -> bool:
-    """Whether all ranks of a reduction stand at one with the same ranks."""
-    ranks: Any = node.kwargs["ranks"]
-    return all(_is_at(walking[r], node) for r in ranks)
+def _ranks_of(reduction: fx.Node) -> tuple[int, ...]:
+    """Over which ranks a reduction is, or the one that is finished."""
+    begun: Any = reduction.args[0] if reduction.target is ops.finish_all_reduce else reduction
+    return tuple(begun.kwargs["ranks"])
 
 
-def _is_at(rank: _Rank, reduction: fx.Node) -> bool:
-    """Whether a rank stands at a reduction with the same ranks."""
-    here = rank.nodes[rank.at] if rank.at < len(rank.nodes) else None
-    return here is not None and here.target is ops.all_reduce and here.kwargs["ranks"] == reduction.kwargs["ranks"]
-
-
-def _pass_together(node: fx.Node, walking: list[_Rank]) -> None:
-    ranks: Any = node.kwargs["ranks"]
-    for r in ranks:
-        walking[r].at += 1
+def _missing(reduction: fx.Node, posted: dict[Any, int], numbers: dict[fx.Node, int]) -> list[int]:
+    """The ranks that have not yet given their part."""
+    over = _ranks_of(reduction)
+    return [rank for rank in over if posted[over, rank] <= numbers[reduction]]
 
 
 def _check_pairs(ranks: Sequence[RankProgram]) -> None:
@@ -142,7 +140,7 @@ def _check_reductions(ranks: Sequence[RankProgram]) -> None:
     found: dict[Any, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for program in ranks:
         for node in program.graph.nodes:
-            if node.target is ops.all_reduce:
+            if node.target in REDUCTIONS:
                 values: Any = node.args[0]
                 what = ", ".join(f"{name_of(value)}: {type_of(value)}" for value in values)
                 found[node.kwargs["ranks"]][program.rank].append(what)
@@ -153,7 +151,7 @@ def _check_reductions(ranks: Sequence[RankProgram]) -> None:
                 raise VerifyError(f"reductions over ranks {group}: {on_rank[rank]} on rank {rank}, {first} on rank {group[0]}")
 
 
-def _cycle(walking: list[_Rank]) -> str:
+def _cycle(walking: list[_Rank], posted: dict[Any, int], numbers: dict[fx.Node, int]) -> str:
     """The shortest cycle of ranks that wait for each other, by rank and node."""
     waits: dict[int, tuple[int, fx.Node]] = {}
     for index, rank in enumerate(walking):
@@ -162,7 +160,7 @@ def _cycle(walking: list[_Rank]) -> str:
             begun: Any = node.args[0] if node.target is ops.finish_recv else node
             partner = begun.kwargs.get("to", begun.kwargs.get("frm"))
             if partner is None:
-                partner = next(r for r in begun.kwargs["ranks"] if not _is_at(walking[r], node))
+                partner = _missing(node, posted, numbers)[0]
             waits[index] = (int(partner), node)
     cycles = []
     for start in waits:

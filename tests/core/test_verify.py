@@ -146,8 +146,9 @@ def ranks(*programs: list[tuple[Any, dict[str, Any]]]) -> list[RankProgram]:
         value = last = graph.placeholder("value")
         for word, given in words:
             options = {key: item for key, item in given.items() if key not in ("m", "type", "name")}
-            args: tuple[Any, ...] = (value,) if word is ops.send else (last,) if word is ops.finish_recv else ()
-            if word is ops.all_reduce:
+            finishes = word in (ops.finish_recv, ops.finish_all_reduce)
+            args: tuple[Any, ...] = (value,) if word is ops.send else (last,) if finishes else ()
+            if word in (ops.all_reduce, ops.start_all_reduce):
                 part = graph.create_node("call_function", operator.getitem, (value, 0), name=given["name"])
                 args = ((describe(part, rank=rank, type=FLOATS),),)
             last = graph.create_node("call_function", word, args, options)
@@ -228,6 +229,16 @@ def test_the_shortest_cycle_is_shown() -> None:
         [recv(4, 3), send(3, 4)], [recv(3, 4), send(4, 3)], [recv(0, 5)],
     )  # fmt: skip
     assert [line.split(" at ")[0] for line in lines] == ["  rank 3 waits for rank 4", "  rank 4 waits for rank 3"]
+
+
+def test_a_reduction_that_is_started_early_lets_the_others_go_on() -> None:
+    start, finish = (ops.start_all_reduce, reduce(0, 1)[1]), (ops.finish_all_reduce, {})
+    verify_ranks(ranks([start, finish, recv(1, 0)], [start, finish, send(1, 0)]))
+    verify_ranks(ranks([reduce(0, 1), recv(1, 0)], [start, finish, send(1, 0)]))
+    lines = deadlock([start, finish, recv(1, 0)], [send(1, 0), start, finish])
+    assert [line.split("(")[0] for line in lines] == [
+        "  rank 0 waits for rank 1 at finish_all_reduce", "  rank 1 waits for rank 0 at send",
+    ]  # fmt: skip
 
 
 def test_ranks_that_wait_for_the_one_that_is_not_at_their_reduction() -> None:

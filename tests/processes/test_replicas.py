@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pdcompiler
+from pdcompiler.core import ops
 from pdcompiler.core.batch import read_batch
+from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Partition
 from pdcompiler.testing import assert_close_by_tensor, plain_step, rows_of, split_rows
 from pdcompiler.traces import Traces
@@ -88,7 +90,8 @@ def against_ddp() -> float:
     images, labels = torch.randn(4 * ranks, 3, 8, 8), torch.randint(5, (4 * ranks,))
     plain = DistributedDataParallel(copy.deepcopy(model))
     pipe = pdcompiler.compile(
-        model, ranks, partition=[], replicas=(ranks,), microbatches=ranks, loss_fn=nn.functional.cross_entropy
+        model, ranks, partition=[], replicas=(ranks,), microbatches=ranks, loss_fn=nn.functional.cross_entropy,
+        machine=Machine.flat(latency_seconds=1e-9, bytes_per_second=1e9),  # a reduction for each gradient
     )  # fmt: skip
     ours = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
@@ -100,6 +103,9 @@ def against_ddp() -> float:
         theirs.zero_grad()
         nn.functional.cross_entropy(plain(images[own]), labels[own]).backward()
         theirs.step()
+    words = [str(node.target) if node.op == "call_module" else node.target for node in pipe.ranks[rank].graph.nodes]
+    last_piece = max(place for place, word in enumerate(words) if "_piece" in str(word))
+    assert words[:last_piece].count(ops.start_all_reduce) >= 2, "no gradients travel while the last backward runs"
     state, expected = pipe.state_dict(), plain.module.state_dict()
     if rank == 0:  # DistributedDataParallel gives the others rank 0's statistics at its next forward
         assert state.keys() == expected.keys()

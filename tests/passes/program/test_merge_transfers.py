@@ -84,6 +84,19 @@ def test_values_of_two_calls_are_not_merged() -> None:
     assert "pack(" not in str(merge_transfers(writer.program({1: {"outputs": [moved]}}), Machine()))
 
 
+def test_values_of_a_tuple_that_a_call_gives_are_merged_apart_from_its_other_values() -> None:
+    """Buffers, which other replicas get at the end."""
+    writer = Writer()
+    x = writer.input("x")
+    call = writer.call("stage0_forward", x)
+    h = writer.call(ops.transfer, writer.call(operator.getitem, call, 0, name="h"), rank=1, name="h", to=1)
+    buffers = writer.call(operator.getitem, call, 1, name="buffers", type=None)
+    items = [writer.call(operator.getitem, buffers, k, name=f"b{k}", microbatch=None) for k in range(2)]
+    moved = [writer.call(ops.transfer, item, rank=1, name=item.name, microbatch=None, to=1) for item in items]
+    text = str(merge_transfers(writer.program({1: {"outputs": [[h, *moved]]}}), Machine()))
+    assert "pack = pack((b0, b1))  # rank 0" in text and "h = transfer(h, to=1)  # rank 1" in text
+
+
 VALUES = [
     torch.tensor([True, False, True]),
     torch.tensor([2**40, -7]),

@@ -136,6 +136,14 @@ def test_a_receive_for_a_later_program_is_put_by_unfinished() -> None:
     verify_ranks((sender, receiver))
 
 
+def test_without_a_window_it_is_started_in_its_place() -> None:
+    """On NCCL, where operations keep the global order."""
+    sender, receiver = stream()
+    overlap_transfers(receiver, {})
+    assert [node.target for node in receiver.graph.nodes if node.op == "call_function"][:2] == [ops.start_recv, ops.stash]
+    verify_ranks((sender, receiver))
+
+
 def test_what_came_in_an_earlier_program_is_unfinished_also_where_nothing_is_sent_now() -> None:
     _, receiver = stream()
     for node in reversed(list(receiver.graph.nodes)):
