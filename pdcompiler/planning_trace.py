@@ -75,6 +75,7 @@ def _elsewhere(work: Callable[[], Outline]) -> Callable[[], Outline | None]:
         with suppress(EOFError):
             found = receiver.recv() if receiver.poll(time.monotonic() - began + PATIENCE) else None
         process.kill()
+        process.join()
         return found
 
     return receive
