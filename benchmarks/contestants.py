@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pdcompiler
-from pdcompiler.compiler import Request, fingerprint, plan_partition, trace_model
+from pdcompiler.compiler import Request, fingerprint, trace_model
 from pdcompiler.core.asynchronous import Asynchronous
 from pdcompiler.core.batch import read_batch
 from pdcompiler.core.explanation import Explanation
@@ -31,6 +31,7 @@ from pdcompiler.core.machine import Device, Machine
 from pdcompiler.core.partition import Partition
 from pdcompiler.core.plan import Training
 from pdcompiler.passes.tracing.profile import apply_profile, profile_trace
+from pdcompiler.plan_partition import plan_partition
 
 BUCKETS_MB = (1.0, 4.0, 25.0)
 MICROBATCHES = {"1f1b": (4, 8), "pipedream": (1,)}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CLOSE = 1e-9
+"""Two times this near are equal; the planner's own searches end earlier."""
+
 
 @dataclass(frozen=True)
 class Row:

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from quality import Row
-from quality_bisect import CLOSE, fastest
+from quality import CLOSE, Row
 
+from pdcompiler.bisection import fastest
 from pdcompiler.core.graph_txt import Graph
 from pdcompiler.core.lattice import graph_of
 from pdcompiler.core.machine import Device, Level, Machine
@@ -34,13 +34,13 @@ from pdcompiler.core.plan import Plan, PlannedStage, Training
 from pdcompiler.core.spans import Spans
 from pdcompiler.core.stage_time import terms_of
 from pdcompiler.core.workload import Floats, Workload, in_order
+from pdcompiler.in_step import pipeline_counts
 from pdcompiler.passes.partition.fold import Parts, fold_workload
 from pdcompiler.passes.partition.ideals import ideals
 from pdcompiler.passes.partition.lattice_spans import lattice_spans
 from pdcompiler.passes.partition.orders import depth_first_orders
 from pdcompiler.passes.partition.probe import fewest_devices, stages_of
 from pdcompiler.passes.partition.spans import chain_spans
-from pdcompiler.planner import pipeline_counts
 
 MOST_STATES = 2000
 MOST_PAIRS = 7_000_000
@@ -124,7 +124,7 @@ def solve(workload: Workload, case: Case) -> tuple[tuple[float, Plan], float]:
     close = CLOSE if len(classes) == 1 else 1e-4
     for spans in classes:
         for pipelines in pipeline_counts(case.machine, TRAINING):
-            found, bound = fastest(_probes(workload, case, spans, pipelines), work, best[0], close)
+            found, bound = fastest(_probes(workload, case, spans, pipelines), work, best[0], close, CLOSE)
             bounds.append(bound)
             best = found or best
     return best, min(bounds) if len(classes) == 1 else work

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from quality import Row
-from quality_bisect import CLOSE, fastest
+from quality import CLOSE, Row
 
+from pdcompiler.bisection import fastest
 from pdcompiler.core.machine import Device, Machine
 from pdcompiler.core.plan import Training
 from pdcompiler.core.spans import Spans
@@ -129,7 +129,7 @@ def solve(problem: Problem, case: Case) -> tuple[tuple[float, list[Stage]] | Non
         stages = [Stage(spans.layers(choice.pair), choice.replicas, recomputed[choice.pair]) for choice in found]
         return judge(problem, case, stages), stages
 
-    return fastest(probe, float(problem.plain.sum()) / case.usable)
+    return fastest(probe, float(problem.plain.sum()) / case.usable, close=CLOSE, equal=CLOSE)
 
 
 def judge(problem: Problem, case: Case, stages: list[Stage]) -> float:

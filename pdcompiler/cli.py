@@ -19,7 +19,7 @@ from pdcompiler.break_even import as_text, break_even_of_machine, check_bandwidt
 from pdcompiler.commands.costs import FIT_EXAMPLE, PROFILE_EXAMPLE, fit_device, profile_model
 from pdcompiler.commands.model import MODEL, load, read_example
 from pdcompiler.commands.terminal import Say, check_outputs, told, waiting
-from pdcompiler.compiler import Request, fingerprint, plan_partition, trace_model
+from pdcompiler.compiler import Request, fingerprint
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.graph_txt import Graph
 from pdcompiler.core.ir import Trace
@@ -33,8 +33,9 @@ from pdcompiler.microbatches import microbatch_counts
 from pdcompiler.passes.partition.problem import make_problem
 from pdcompiler.passes.tracing.fit import fit
 from pdcompiler.passes.tracing.profile import apply_profile
+from pdcompiler.plan_partition import plan_partition
 from pdcompiler.planner import plan_in_order
-from pdcompiler.traces import Traces
+from pdcompiler.planning_trace import planning_trace
 
 PLAN_EXAMPLE = "Example: pdcompiler plan models:llama --world-size 64 --machine h100-servers --microbatches 32 --json plan.json"
 BREAK_EVEN_EXAMPLE = "Example: pdcompiler break-even vgg16/graph.txt --world-size 16 --low 1e8 --high 100GB/s --reduce-factor 4"
@@ -143,10 +144,7 @@ def _plan(
         request = Request(module, world_size, None, machine, None, False, torch.device("cpu"), None, training)
         rows = sorted({-(-batch.rows // count) for count in microbatch_counts(batch.rows, microbatches)})
         say("tracing")
-        if len(rows) == 1:  # a trace for one number of rows is made in a third of the time
-            trace = trace_model(request, batch, rows=rows[0], symbolic=False, gradients=True)
-        else:
-            trace = Traces(request).trace(batch, rows[-1], gradients=True)
+        trace = planning_trace(request, batch, rows)
         if profile is not None:
             apply_profile(trace, profile=profile, device=fit([profile]).device(), fingerprint=fingerprint(module))
         say("planning")

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,7 +59,7 @@ from pdcompiler.passes.stages.split_shared_gradients import split_shared_gradien
 from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
 from pdcompiler.passes.tracing.trace import capture_joint
-from pdcompiler.planner import explain, judge, plan_in_order, ranked, straight_plan
+from pdcompiler.planner import explain, judge, ranked, straight_plan
 
 
 @dataclass(frozen=True)
@@ -139,31 +138,6 @@ def check_given(request: Request, partition: Partition, trace: Trace, machine: M
             if request.ticks is not None:
                 evaluation = evaluation_at(evaluation, request.ticks)
             check_memory(evaluation, problem.workload, machine, request.training)
-
-
-def plan_partition(request: Request, trace: Trace, microbatch_rows: Sequence[int], batch_rows: int) -> Partition:
-    """The best partition on at most the machine's devices, replicated stages, whole pipelines and recompute included, for the
-    best of some numbers of rows of a microbatch. Of a large model only the narrowest cuts are searched; then it has a gap."""
-    machine, least, best = request.machine.take(request.world_size), math.inf, None
-    refusal: CompileError | None = None
-    for rows in sorted(microbatch_rows):
-        problem = make_problem(trace, machine, rows)
-        training = replace(request.training, microbatches=-(-batch_rows // rows))
-        try:
-            problem, found = plan_in_order(problem, machine, training)
-            found = ranked(found, machine, training)
-        except CompileError as error:
-            refusal = refusal or error  # with the fewest rows it takes the least memory
-            continue
-        assert found.walked is not None
-        seconds = found.walked * (1 if training.flushes else training.microbatches)  # of the whole batch
-        if seconds < least:
-            least, best = seconds, (problem, found, training)
-    if best is None:
-        assert refusal is not None
-        raise refusal
-    problem, found, training = best
-    return explained(request.model, trace, problem, found, machine, training)
 
 
 def explained(model: nn.Module, trace: Trace, problem: Problem, found: Found, machine: Machine, training: Training) -> Partition:

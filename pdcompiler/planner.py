@@ -101,26 +101,47 @@ def straight_plan(workload: Workload, machine: Machine, training: Training) -> F
 
 def plan_in_order(problem: Problem, machine: Machine, training: Training) -> tuple[Problem, Found]:
     """The best plan of a trace, its stages contiguous; and the problem with the layers that the plan speaks of: the narrowest
-    cuts of a large one, so that the search ends within seconds."""
+    cuts of a large one, so that the search ends within seconds. Raises CompileError as `plan`."""
+    narrow, where = _narrowed(problem, machine, training)
+    found = plan(narrow.workload, machine, training, in_order=True, where=where)
+    return narrow, _bounded(found, narrow is problem, narrow.workload, machine, training)
+
+
+def faster_in_order(
+    problem: Problem, machine: Machine, training: Training, beat: float
+) -> tuple[Problem, Found | None]:  # fmt: skip
+    """As `plan_in_order`, a plan that by the formula takes less than `beat`, or None."""
+    narrow, where = _narrowed(problem, machine, training)
+    found = _best(narrow.workload, [(chain_spans(narrow.workload), where)], machine, training, beat)
+    return narrow, found and _bounded(found, narrow is problem, narrow.workload, machine, training)
+
+
+def _narrowed(problem: Problem, machine: Machine, training: Training) -> tuple[Problem, str]:
+    """The problem with its narrowest cuts, if it is large, and its class in words."""
     choices = machine.world_size * training.most_replicas(machine.world_size)
     most = round(min(max((1.2e9 / choices) ** 0.5, FEWEST_PLACES), MOST_PLACES))
     if problem.workload.layers <= most:
-        return problem, plan(problem.workload, machine, training, in_order=True)
+        return problem, IN_ORDER
     parts = narrow_parts(problem.workload, most)
     places = tuple(problem.places[part[0]] for part in parts)
     narrow = replace(problem, places=places, workload=merge(problem.workload, parts))
-    where = f"{most} narrowest cuts in the model's own order"
-    found = plan(narrow.workload, machine, training, in_order=True, where=where)
-    return narrow, replace(found, bound=min(found.evaluation.seconds, work_bound(narrow.workload, machine, training)))
+    return narrow, f"{most} narrowest cuts in the model's own order"
 
 
-def _best(workload: Workload, classes: list[tuple[Spans, str]], machine: Machine, training: Training) -> Found | None:
+def _bounded(found: Found, is_whole: bool, workload: Workload, machine: Machine, training: Training) -> Found:
+    """With a bound that holds for all cuts."""
+    return found if is_whole else replace(found, bound=min(found.evaluation.seconds, work_bound(workload, machine, training)))
+
+
+def _best(
+    workload: Workload, classes: list[tuple[Spans, str]], machine: Machine, training: Training, beat: float = numpy.inf
+) -> Found | None:  # fmt: skip
     best: Found | None = None
     bounds, seen = [], list[Found]()
     for spans, how in classes:
         for pipelines in pipeline_counts(machine, training):
             search = Search(workload, spans, machine, training, pipelines)
-            found, bound = search.run(best.evaluation.seconds if best else numpy.inf)
+            found, bound = search.run(best.evaluation.seconds if best else beat)
             bounds.append(bound if search.all_degrees else work_bound(workload, machine, training))
             best = replace(found, how=f"{how}, {search.replications()}") if found else best
             seen += search.seen

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy
 
+from pdcompiler.bisection import UNLIMITED, fastest
 from pdcompiler.caps import Caps
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.plan import Choice, Plan, PlannedStage, Training
@@ -29,8 +30,6 @@ NEARLY = 0.01
 """Two values this near are, for a plan to begin with."""
 MOST_STEPS = 3e8
 """Of the recurrence over devices with all degrees of replication; above it, only some degrees are tried."""
-UNLIMITED = 1e30
-"""Seconds: a time that every stage keeps."""
 MOST_SEARCHED = 2e8
 """Steps of the recurrence in all; after them, no further cap is tried."""
 
@@ -80,7 +79,8 @@ class Search:
     def any_plan(self) -> Found | None:
         """Some plan that fits the devices' memory, whatever it takes."""
         if self.equal_devices:
-            return self._prober()(UNLIMITED)
+            some = self._prober()(UNLIMITED)
+            return some and some[1]
         return self._solve(numpy.inf, total=False)[1]
 
     def _found(self, stages: list[Choice]) -> Found:
@@ -90,14 +90,17 @@ class Search:
         self.seen.append(Found(made, evaluation, 0.0, ""))
         return self.seen[-1]
 
-    def _prober(self) -> Callable[[float], Found | None]:
-        """A plan in which no stage takes longer than some seconds."""
+    def _prober(self) -> Callable[[float], tuple[float, Found] | None]:
+        """A plan in which no stage takes longer than some seconds, and how long its slowest stage does."""
         stages = stages_of(self.spans, self.terms, recompute=self.training.recompute)
         degrees = None if len(self.probed) == self.devices else self.probed
 
-        def probe(seconds: float) -> Found | None:
-            found = fewest_devices(stages, self.terms, self.devices, seconds * self.pipelines, degrees=degrees)
-            return None if found is None else self._found(found)
+        def probe(seconds: float) -> tuple[float, Found] | None:
+            choices = fewest_devices(stages, self.terms, self.devices, seconds * self.pipelines, degrees=degrees)
+            if choices is None:
+                return None
+            found = self._found(choices)
+            return max(cost.seconds for cost in found.evaluation.stages) / self.pipelines, found
 
         return probe
 
@@ -107,31 +110,8 @@ class Search:
 
     def _bisect(self, beat: float, close: float = CLOSE) -> tuple[Found | None, float]:
         """The plan with the fastest slowest stage, and a bound of that."""
-        probe = self._prober()
-        low = self.work / self.machine.world_size
-        best = probe(beat * (1 - CLOSE)) if beat < numpy.inf else self._first(probe, low)
-        if best is None:
-            return None, beat
-        high = self._slowest_of(best)
-        while high > low * (1 + 2 * close):
-            middle = min((low * high) ** 0.5, high * (1 - CLOSE)) if low else high / 4
-            found = probe(middle)
-            if found is None:
-                low = middle
-            else:
-                best, high = found, min(self._slowest_of(found), middle)
-        return best, low
-
-    def _slowest_of(self, found: Found) -> float:
-        return max(cost.seconds for cost in found.evaluation.stages) / self.pipelines
-
-    @staticmethod
-    def _first(probe: Callable[[float], Found | None], low: float) -> Found | None:
-        """Any plan; one not far from the bound where that is easy."""
-        for factor in (1.02, 1.1, 1.4, 2.0, 4.0) if low else ():
-            if found := probe(low * factor):
-                return found
-        return probe(UNLIMITED)
+        best, bound = fastest(self._prober(), self.work / self.machine.world_size, beat, close)
+        return best and best[1], bound
 
     def _solve(self, cap: float, total: bool, below: float = numpy.inf) -> tuple[float, Found | None]:
         """The least sum, or the least of the slowest stage, under a cap; and a plan that has it, None where none is below. Of a

@@ -158,7 +158,7 @@ def test_another_models_profile_is_refused_before_the_trace(
 ) -> None:  # fmt: skip
     other = Measured("", False, "mm.default", 0, "product", 1e-3, 1e6, 1e6, 1)
     Profile("0123456789abcdef", "cpu", 8, "float32", 1e-3, 0.0, 1e-3, (other,)).save(tmp_path / "other.json")
-    monkeypatch.setattr(cli, "trace_model", never)
+    monkeypatch.setattr(cli, "planning_trace", never)
     done = plan("--machine", machine, "--microbatches", "1", "--profile", str(tmp_path / "other.json"))
     assert done.exit_code == 1 and done.stderr.startswith("CompileError: the profile is of another model")
 

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import numpy
 
-from pdcompiler.core.native import native
+from pdcompiler.core.native import native, plain
 from pdcompiler.core.plan import Choice
 from pdcompiler.core.spans import Integers, Spans
-from pdcompiler.core.stage_time import Terms, border_seconds, reduce_seconds, stage_memory, stage_seconds
+from pdcompiler.core.stage_time import Terms, border_seconds, level_of, reduce_seconds, stage_memory, stage_seconds
 from pdcompiler.core.workload import Floats
 
 
@@ -107,19 +107,11 @@ def _places(terms: Terms, devices: int, degrees: Integers) -> tuple[Integers, In
     before, degree = numpy.arange(devices + 1)[None, :], degrees[:, None]
     last = numpy.minimum(before + degree, devices) - 1  # behind the machine's last device nothing is looked up
     kind = [numpy.searchsorted(terms.ends, place, side="right").clip(max=len(terms.ends) - 1) for place in (before, last)]
-    behind = numpy.where(before > 0, _levels(terms, before - 1, before), 0)
-    columns = numpy.broadcast_arrays(kind[0], kind[1], _levels(terms, before, last), behind, _levels(terms, last, last + 1))
+    levels = plain(level_of)
+    behind = numpy.where(before > 0, levels(terms, before - 1, before), 0)
+    columns = numpy.broadcast_arrays(kind[0], kind[1], levels(terms, before, last), behind, levels(terms, last, last + 1))
     meets, which = numpy.unique(numpy.stack(columns, axis=-1).reshape(-1, 5), axis=0, return_inverse=True)
     return meets.astype(numpy.int64), which.reshape(len(degrees), devices + 1).astype(numpy.int64)
-
-
-def _levels(terms: Terms, first: Integers, last: Integers) -> Integers:
-    """As `level_of`, of many."""
-    found = numpy.full(numpy.broadcast(first, last).shape, len(terms.units) - 1)
-    for level in range(len(terms.units) - 2, -1, -1):
-        unit = terms.units[level]
-        found[(terms.size - 1 - first) // unit == (terms.size - 1 - last) // unit] = level
-    return found
 
 
 @native
@@ -169,10 +161,13 @@ def _fill(
                         break
                     if work * weights.work[number] > cap * (1 + 1e-12):
                         continue
+                    last = _last_place(terms, parameters[p], kept, extra, degree, first[j], most - degree)
+                    if last < first[j]:
+                        continue
                     once, held = weights.once[number], weights.held[number]
                     seconds[:] = -1.0
-                    steps += (most - degree + 1 - first[j]) // stride
-                    for before in range(first[j], most - degree + 1, stride):
+                    steps += (last + 1 - first[j]) // stride
+                    for before in range(first[j], last + 1, stride):
                         so_far, after = best[j, before], before + degree
                         if so_far >= best[i, after]:
                             continue
@@ -201,6 +196,23 @@ def _fill(
                         again[i, after] = variant == 1
                         first[i] = min(first[i], after)
     return steps, best, chosen, replicas, again
+
+
+@native
+def _last_place(terms: Terms, parameters: float, saved: float, working: float, replicas: int, low: int, high: int) -> int:
+    """The most devices, low to high, that a stage may have behind it, or low - 1: the more, the more microbatches it holds, and
+    the largest memory must be enough."""
+    memory = terms.memory.max()
+    if stage_memory(terms, parameters, saved, working, replicas, high) <= memory:
+        return high
+    low -= 1
+    while high > low + 1:
+        middle = (low + high + 1) // 2
+        if stage_memory(terms, parameters, saved, working, replicas, middle) <= memory:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @native

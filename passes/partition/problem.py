@@ -21,8 +21,9 @@ import numpy
 import numpy.typing
 from torch import fx
 
-from pdcompiler.core.cost import FIELDS, CostTable
+from pdcompiler.core.cost import FIELDS, CostTable, compile_expressions
 from pdcompiler.core.ir import (
+    Integer,
     ModuleCall,
     Trace,
     ValueType,
@@ -42,22 +43,58 @@ from pdcompiler.core.workload import Floats, Value, Workload
 
 def make_problem(trace: Trace, machine: Machine, rows: int) -> Problem:
     """Price the trace for microbatches of `rows` rows."""
-    nodes = [n for n in trace.graph.nodes if n.op == "call_function" and not is_backward(n) and not is_integer(n)]
-    place = {node: i for i, node in enumerate(nodes)}
-    origins = Origins(trace)
-    free = (origins.batch_values | origins.weight_values) - origins.parameter_values
-    crossing = _crossing(place, free, rows)
-    legal = numpy.ones(len(nodes), dtype=bool)
-    legal[0] = False
-    for node, (last, nbytes) in crossing.items():
-        if nbytes is None:
-            legal[place[node] + 1 : last + 1] = False
-    for first, last in (*_written_buffers(trace, place), *_parameters_in_calls(trace, place)):
-        legal[first + 1 : last + 1] = False
-    begins = [0, *map(int, numpy.flatnonzero(legal & _anchored(trace, place))), len(nodes)]
-    places = _with_work(begins, [free.issuperset(nodes[first:last]) for first, last in pairwise(begins)])
-    layer = {node: bisect.bisect_right(places, i) - 1 for i, node in enumerate(nodes)}
-    return Problem(nodes, places, legal, _workload(trace, nodes, places, layer, crossing, machine, rows))
+    return Layers(trace).problem(machine, rows)
+
+
+class Layers:
+    """A trace as layers, whatever the rows. Another number of rows or another machine takes a fraction of the time."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.nodes = [n for n in trace.graph.nodes if n.op == "call_function" and not is_backward(n) and not is_integer(n)]
+        place = {node: i for i, node in enumerate(self.nodes)}
+        origins = Origins(trace)
+        free = (origins.batch_values | origins.weight_values) - origins.parameter_values
+        crossing = _crossing(place, free)
+        self.legal = numpy.ones(len(self.nodes), dtype=bool)
+        self.legal[0] = False
+        for node, (last, nbytes) in crossing.items():
+            if nbytes is None:
+                self.legal[place[node] + 1 : last + 1] = False
+        for first, last in (*_written_buffers(trace, place), *_parameters_in_calls(trace, place)):
+            self.legal[first + 1 : last + 1] = False
+        begins = [0, *map(int, numpy.flatnonzero(self.legal & _anchored(trace, place))), len(self.nodes)]
+        self.places = _with_work(begins, [free.issuperset(self.nodes[first:last]) for first, last in pairwise(begins)])
+        layer = {node: bisect.bisect_right(self.places, i) - 1 for i, node in enumerate(self.nodes)}
+        computed = [node for node in trace.graph.nodes if node.op == "call_function"]
+        self.at, self.is_back = _layer_of_all(computed, layer, len(self.places)), numpy.array([*map(is_backward, computed)])
+        self.costs = CostTable([cost_of(node) for node in computed])
+        self.parameters = _parameters(trace, layer, len(self.places))
+        self.values, sizes = _values(layer, crossing)
+        self.sizes = compile_expressions(sizes)
+
+    def problem(self, machine: Machine, rows: int) -> Problem:
+        """Priced for microbatches of `rows` rows."""
+        columns = dict(zip(FIELDS, self.costs.at(rows).T, strict=True))
+        measured, count = self.costs.seconds_at(rows), len(self.places)
+        forward, backward = (numpy.zeros((len(machine.devices), count)) for _ in range(2))
+        for kind, (device, _) in enumerate(machine.devices):
+            moved = columns["bytes_read"] + columns["bytes_written"]
+            modelled = columns["flops"] / device.flops_per_second + moved / device.memory_bytes_per_second
+            modelled += columns["operations"] * device.seconds_per_operation
+            seconds = numpy.where(numpy.isnan(measured), modelled, measured)
+            numpy.add.at(forward[kind], self.at[~self.is_back], seconds[~self.is_back])
+            numpy.add.at(backward[kind], self.at[self.is_back], seconds[self.is_back])
+        saved, working = numpy.zeros(count), numpy.zeros(count)
+        numpy.add.at(saved, self.at, columns["saved_bytes"])
+        numpy.maximum.at(working, self.at, columns["output_bytes"])
+        values: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
+        for crosses, nbytes in zip(self.values, self.sizes(rows).tolist(), strict=True):
+            values[crosses] += nbytes
+        workload = Workload(
+            tuple(_name(self.nodes[start]) for start in self.places), forward, backward, self.parameters, saved, working,
+            tuple(Value(*crosses, nbytes) for crosses, nbytes in values.items()), rows=rows,
+        )  # fmt: skip
+        return Problem(self.nodes, self.places, self.legal, workload)
 
 
 def _with_work(begins: list[int], is_free: list[bool]) -> tuple[int, ...]:
@@ -66,47 +103,28 @@ def _with_work(begins: list[int], is_free: list[bool]) -> tuple[int, ...]:
     return tuple(kept[:-1] if kept[-1] == begins[-1] else kept)
 
 
-def _crossing(place: dict[fx.Node, int], free: set[fx.Node], rows: int) -> dict[fx.Node, tuple[int, int | None]]:
+def _crossing(place: dict[fx.Node, int], free: set[fx.Node]) -> dict[fx.Node, tuple[int, Integer | None]]:
     """Of each value that a cut may part from a reader: the last reader's position, and its bytes, None where it can't cross."""
-    crossing: dict[fx.Node, tuple[int, int | None]] = {}
+    crossing: dict[fx.Node, tuple[int, Integer | None]] = {}
     for node in place:
         last = max((place[user] for user in node.users if user in place), default=-1)
         if last > place[node] and node not in free:
             type = type_of(node)
             fixed = isinstance(type, ValueType) and not has_data_dependent_shape(type)
-            crossing[node] = (last, evaluate(type.nbytes(), rows) if fixed else None)
+            crossing[node] = (last, type.nbytes() if fixed else None)
     return crossing
 
 
-def _workload(
-    trace: Trace, nodes: list[fx.Node], places: tuple[int, ...], layer: dict[fx.Node, int],
-    crossing: dict[fx.Node, tuple[int, int | None]], machine: Machine, rows: int,
-) -> Workload:  # fmt: skip
-    computed = [node for node in trace.graph.nodes if node.op == "call_function"]
-    at, is_back = _layer_of_all(computed, layer, len(places)), numpy.array([is_backward(node) for node in computed])
-    table = CostTable([cost_of(node) for node in computed])
-    columns = dict(zip(FIELDS, table.at(rows).T, strict=True))
-    measured = table.seconds_at(rows)
-    forward, backward = (numpy.zeros((len(machine.devices), len(places))) for _ in range(2))
-    for kind, (device, _) in enumerate(machine.devices):
-        moved = columns["bytes_read"] + columns["bytes_written"]
-        modelled = columns["flops"] / device.flops_per_second + moved / device.memory_bytes_per_second
-        modelled += columns["operations"] * device.seconds_per_operation
-        seconds = numpy.where(numpy.isnan(measured), modelled, measured)
-        numpy.add.at(forward[kind], at[~is_back], seconds[~is_back])
-        numpy.add.at(backward[kind], at[is_back], seconds[is_back])
-    saved, working = numpy.zeros(len(places)), numpy.zeros(len(places))
-    numpy.add.at(saved, at, columns["saved_bytes"])
-    numpy.maximum.at(working, at, columns["output_bytes"])
-    values: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
+def _values(
+    layer: dict[fx.Node, int], crossing: dict[fx.Node, tuple[int, Integer | None]]
+) -> tuple[list[tuple[int, tuple[int, ...]]], tuple[Integer, ...]]:
+    """What crosses between layers: the layers that make it and that read it; and its bytes."""
+    found = []
     for node, (_, nbytes) in crossing.items():
         consumers = tuple(sorted({layer[user] for user in node.users if user in layer} - {layer[node]}))
         if consumers and nbytes is not None:
-            values[layer[node], consumers] += nbytes
-    return Workload(
-        tuple(_name(nodes[start]) for start in places), forward, backward, _parameters(trace, layer, len(places)), saved, working,
-        tuple(Value(*key, nbytes) for key, nbytes in values.items()), rows=rows,
-    )  # fmt: skip
+            found.append(((layer[node], consumers), nbytes))
+    return [crosses for crosses, _ in found], tuple(nbytes for _, nbytes in found)
 
 
 def _name(node: fx.Node) -> str:

@@ -12,6 +12,7 @@ random state and hooks are as before.
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from pdcompiler.core.batch import Batch
@@ -63,7 +65,7 @@ def capture_joint(
         if device is not None:
             _meta_to_fake(whole, mode, device)
         try:
-            with provenance(whole), mode:
+            with provenance(whole), mode, _sparing():
                 captured = aot_export_joint_with_descriptors(stack, whole, tuple(inputs))
         except CompileError:
             raise
@@ -164,6 +166,19 @@ def _exporting() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
+
+
+@contextlib.contextmanager
+def _sparing() -> Iterator[None]:
+    """Without what a trace does not need: graphs as Python source, and collecting garbage of which there is little."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with _use_lazy_graph_module(True):
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _captured(

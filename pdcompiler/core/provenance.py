@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -28,6 +28,10 @@ from torch.overrides import TorchFunctionMode
 TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parents[1])
 CHECKPOINT = str(Path(TORCH) / "utils" / "checkpoint.py")
+_METHODS = ("size", "dim", "stride", "numel", "storage_offset", "untyped_storage", "is_floating_point")
+_PROPERTIES = ("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "is_quantized", "is_sparse", "is_cuda")
+LOOKS = {getattr(Tensor, name) for name in _METHODS} | {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+"""What looks at a tensor and makes no node: most of all calls, which need no line."""
 
 
 @functools.cache
@@ -59,6 +63,8 @@ class SourceLines(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in LOOKS:
+            return func(*args, **(kwargs or {}))
         line, checkpointed = user_frame(sys._getframe(1))
         note: dict[str, Any] = {} if line is None else {"source": line}
         if checkpointed:

@@ -1,5 +1,5 @@
-"""The time and the memory of one candidate stage, as native functions for the planner's loops; those on numbers of type `Amount`
-also for whole arrays of stages (`native.plain`).
+"""The time and the memory of one candidate stage, as native functions for the planner's loops; those on an `Amount` or a
+`Place` also for whole arrays of stages (`native.plain`).
 
 The same definitions as `passes/partition/evaluate.py`, which is written apart from these and judges what they find; a property
 test holds the two together. Devices are counted from the machine's end, where the last stage stands.
@@ -14,12 +14,14 @@ import numpy
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.native import native
 from pdcompiler.core.plan import SCHEDULE_KINDS, Training
+from pdcompiler.core.spans import Integers
 from pdcompiler.core.workload import Floats
 
 GPIPE, ONE_F_ONE_B, PIPEDREAM, TWO_BUFFERED = (SCHEDULE_KINDS[name] for name in ("gpipe", "1f1b", "pipedream", "pipedream-2bw"))
 
 
 Amount = TypeVar("Amount", float, Floats)
+Place = TypeVar("Place", int, Integers)
 
 
 class Terms(NamedTuple):
@@ -60,14 +62,12 @@ def terms_of(machine: Machine, training: Training, pipelines: int, devices: int)
 
 
 @native
-def level_of(terms: Terms, first: int, last: int) -> int:
-    """The innermost level of which one unit holds both devices."""
-    top = len(terms.units) - 1
-    for level in range(top):
-        unit = terms.units[level]
-        if (terms.size - 1 - first) // unit == (terms.size - 1 - last) // unit:
-            return level
-    return top
+def level_of(terms: Terms, first: Place, last: Place) -> Place:
+    """The innermost level of which one unit holds both devices: so many levels within it have none that does."""
+    level = 0 * first
+    for unit in terms.units[:-1]:
+        level = level + ((terms.size - 1 - first) // unit != (terms.size - 1 - last) // unit)
+    return level
 
 
 @native

@@ -47,8 +47,10 @@ def recorded(*programs: RankProgram) -> list[Issue]:
     return issued
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [("mlp", "gpipe"), ("mlp", "1f1b"), ("gpt2", "1f1b"), pytest.param("gpt2", "gpipe", marks=pytest.mark.full)],
+)
 def test_all_ranks_issue_in_one_consistent_order(name: str, schedule: str) -> None:
     order = networkx.DiGraph()
     sequences = [recorded(program) for program in programs(name, 3, schedule)]

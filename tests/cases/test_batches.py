@@ -80,6 +80,7 @@ def test_case_15_lengths_change_between_training_and_evaluation(schedule: str) -
     assert checked.pipe.partition is owners
 
 
+@pytest.mark.full
 def test_case_15_lengths_change_on_gpt2() -> None:
     """The same on Hugging Face's GPT-2, whose mask and positions are made from the length."""
     example = gpt2()

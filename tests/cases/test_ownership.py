@@ -20,8 +20,8 @@ from pdcompiler.core.ir import Staged
 from tests.cases.test_values import messages
 from tests.models import LENGTH, ZOO, Example
 
-QUICK = ("gpt2", "t5", "resnet")
-SLOW = ("llama", "bert", "vit", "mixtral", "whisper")
+QUICK = ("t5", "resnet")
+SLOW = ("gpt2", "llama", "bert", "vit", "mixtral", "whisper")
 MODELS = [*QUICK, *[pytest.param(name, marks=pytest.mark.full) for name in SLOW]]
 
 
@@ -92,7 +92,7 @@ def test_case_24b_no_saved_value_shares_storage_with_a_parameter(name: str, auto
         assert not shared, f"stage {index} saves the memory of a weight or buffer at {shared}"
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["gpt2", "t5", *[pytest.param(n, marks=pytest.mark.full) for n in ("bert", "llama")]])
 def test_no_integer_and_no_mask_crosses(name: str, world_size: int) -> None:
     """Ids, positions, lengths and masks are made again where they are read: every rank has the batch."""

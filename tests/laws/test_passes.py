@@ -127,7 +127,7 @@ def weights_read(function: Function) -> set[int]:
     return {int(item.args[1]) for weights in taken for item in weights.users if item.users}  # type: ignore[arg-type]
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(case=cases())
 def test_a_sample_of_random_cases_keeps_the_laws(case: Case) -> None:
     check_laws(case)
