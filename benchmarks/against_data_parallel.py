@@ -54,6 +54,7 @@ def rows_of(name: str, rounds: int, console: Console) -> tuple[list[list[str]], 
     contestants = {"DDP": trial.tuned(parallel), "1f1b": trial.flushing(plans["1f1b"]), "pipedream": asynchronous}
     seconds = by_turns({name: contestant.run for name, contestant in contestants.items()}, rounds, warm_up=2)
     pipe.drain()
+    console.print(f"ratio at the end: {trial.ratio_now():.2f}")
     lines, missed = [], []
     for way, contestant in contestants.items():
         sent = torch.tensor(float(statistics.fmean(contestant.sent)))

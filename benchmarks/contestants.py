@@ -75,7 +75,7 @@ class Trial:
         self.nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         unlimit()
         self.compute = self.compute_seconds()
-        self.bandwidth = self.nbytes * 2 * (HOSTS - 1) / HOSTS / (self.ratio * self.compute)
+        self.bandwidth = self.communicated() / (self.ratio * self.compute)
         limit(self.bandwidth)
         self.machine = Machine.flat(
             HOSTS, bytes_per_second=self.bandwidth, latency_seconds=LATENCY, device=CORE, overlap=True, name="hosts"
@@ -84,6 +84,14 @@ class Trial:
     def batches(self, tensor: Tensor) -> Sequence[Tensor]:
         """Each host's."""
         return tensor.chunk(HOSTS)
+
+    def communicated(self) -> float:
+        """Bytes that a ring of all hosts' gradients moves on each."""
+        return self.nbytes * 2 * (HOSTS - 1) / HOSTS
+
+    def ratio_now(self) -> float:
+        """Of communication to computation, measured again: it has moved where other work shares the cores."""
+        return self.communicated() / self.bandwidth / self.compute_seconds()
 
     def compute_seconds(self) -> float:
         """Of forward and backward of a host's batch, on both at once."""
