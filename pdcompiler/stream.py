@@ -137,7 +137,7 @@ class Stream:
         spans = batch.spans(count)
         staged = self.runner.traces.staged(batch, [stop - start for start, stop in spans], True)
         for own in staged.values():
-            self._check_trained(own)
+            self._check_same(own)
         return [Microbatch(0, stop - start, staged[stop - start]) for start, stop in spans]
 
     def _tick(self, new: Fed | None, batch: Batch | None, total: int | None) -> list[StepResult]:
@@ -203,15 +203,15 @@ class Stream:
         scales = {stage: len(ranks) / first for stage, ranks in self.replicas.items()} if self.scale else None
         self.optimizer = StageOptimizers(self.make, parameters, scales, by_program=True)
         self.memory = StreamMemory(
-            runner.holdings, partition, self.optimizer, self.replicas, program.buffer_names, program.gradient_names, runner.rank
-        )
+            runner.holdings, partition, self.optimizer, self.replicas, program.buffer_names,
+            {stage.index: stage.written for stage in staged.stages}, program.gradient_names, runner.rank,
+        )  # fmt: skip
 
     def _check_ties(self) -> None:
         for name, stages in self.runner.traces.fixed_partition().owners().items():
             if len(stages) > 1:
-                ages = ", ".join(f"stage {stage} is {self.ticks.lag(stage)} updates behind" for stage in stages)
                 raise CompileError(
-                    f"parameter {name} is tied over stages {', '.join(map(str, stages))}, which update apart ({ages})",
+                    f"parameter {name} is tied over stages {', '.join(map(str, stages))}, which update at different times",
                     ways_out=("hold both uses on one stage: partition=", "a schedule that flushes: 1f1b"),
                 )
 
@@ -232,10 +232,16 @@ class Stream:
         assert self.memory is not None
         return self.memory
 
-    def _check_trained(self, staged: Staged) -> None:
-        """A round's gradients are of one set of parameters, that of the optimizers."""
-        for stage in staged.stages:
-            known = stage.gradients if self.memory is None else self.memory.gradient_names[stage.index]
+    def _check_same(self, staged: Staged) -> None:
+        """A round's gradients are of one set of parameters, that of the optimizers; buffers that forwards write are known."""
+        for stage in staged.stages if self.memory is not None else ():
+            known = self._memory().gradient_names[stage.index]
+            if more := set(stage.written) - set(self._memory().changing[stage.index]):
+                names = ", ".join(sorted(more))
+                raise CompileError(
+                    f"the buffers {names} of stage {stage.index} are written now, and were not when the stream began",
+                    ways_out=("pipe.train() before the first step",),
+                )  # fmt: skip
             if differing := set(known) ^ set(stage.gradients):
                 names = ", ".join(sorted(differing))
                 raise CompileError(

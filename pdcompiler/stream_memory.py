@@ -1,12 +1,13 @@
 """What the ranks of this process hold between the ticks of a stream: weights, buffers, and what is put by for later ticks.
 
 The newest weights are the parameters themselves. Before an update that must keep the old values each parameter gets new memory;
-the old memory stays with those that put it by. Buffers are never versioned: each replica has its own, until a drain.
+the old memory stays with those that put it by. Buffers are never versioned: each replica has its own, until a drain, and the
+model has the first one's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,11 +28,13 @@ class StreamMemory(reference.Memory):
 
     def __init__(
         self, holdings: Holdings, partition: Partition, optimizers: StageOptimizers, replicas: Mapping[int, tuple[int, ...]],
-        buffers: Mapping[int, tuple[str, ...]], gradients: Mapping[int, tuple[str, ...]], rank: int | None,
+        buffers: Mapping[int, tuple[str, ...]], changing: Mapping[int, Collection[str]], gradients: Mapping[int, tuple[str, ...]],
+        rank: int | None,
     ) -> None:  # fmt: skip
+        """changing: of each stage, the buffers that its forwards write."""
         super().__init__(self._weights, self._buffers)
         self.holdings, self.partition, self.optimizers = holdings, partition, optimizers
-        self.buffer_names, self.gradient_names = buffers, gradients
+        self.buffer_names, self.changing, self.gradient_names = buffers, changing, gradients
         self.updating = {stage: ranks[0] if rank is None else rank for stage, ranks in replicas.items()}
         self.tick = 0
         self.stashed: dict[Key, Any] = {}
@@ -47,11 +50,23 @@ class StreamMemory(reference.Memory):
         return self.holdings.tensors(self.partition.stages[stage].parameters)
 
     def _buffers(self, stage: int, rank: int) -> Tensors:
-        return self.written.get((stage, rank)) or self.holdings.tensors(self.buffer_names[stage])
+        if (stage, rank) not in self.written:
+            names = self.buffer_names[stage]
+            held = zip(names, self.holdings.tensors(names), strict=True)
+            self.written[stage, rank] = tuple(t.clone() if name in self.changing[stage] else t for name, t in held)
+        return self.written[stage, rank]
 
     def write_buffers(self, values: Tensors, *, stage: int, rank: int) -> None:
         """See ops.write_buffers. What a backward to come reads of the old ones stays as it was."""
         self.written[stage, rank] = tuple(values)
+        if rank == self.updating[stage]:
+            self._to_model(stage, values, self.changing[stage])
+
+    def _to_model(self, stage: int, values: Tensors, changed: Collection[str]) -> None:
+        names = self.buffer_names[stage]
+        for name, held, value in zip(names, self.holdings.tensors(names), values, strict=True):
+            if name in changed:
+                held.copy_(value)
 
     def stash(self, value: Any, *, kind: str, stage: int, minibatch: int, rank: int) -> None:
         """See ops.stash."""
@@ -84,11 +99,7 @@ class StreamMemory(reference.Memory):
         return max((self.numbers.get((stage, tensor.data_ptr()), 0) for tensor in weights), default=0)
 
     def end_stream(self) -> None:
-        """After a drain: buffers become the model's; weights that no forward came for are let go."""
-        for (stage, _), values in sorted(self.written.items(), reverse=True):  # the first replica's last
-            for held, value in zip(self.holdings.tensors(self.buffer_names[stage]), values, strict=True):
-                if held.data_ptr() != value.data_ptr():
-                    held.copy_(value)
+        """After a drain: weights that no forward came for are let go."""
         self.written.clear()
         left = [key for key in self.stashed if key[0] != "kept weights"]
         assert not left, f"put by and never taken back: {left}"

@@ -278,6 +278,25 @@ def test_stopping_in_the_stream_loses_nothing_that_was_stepped() -> None:
     assert_close_by_tensor(model[0].weight.detach(), expected[0][5], 1e-12, "weights")
 
 
+def test_stopping_in_the_stream_loses_no_statistics() -> None:
+    """Every forward that has run has moved the model's own buffers."""
+    case = case_of((1, 1), "stash", "sgd", 5)
+    pipe = compiled(case)
+    for fed, (inputs, target, _) in enumerate(batches(case), 1):
+        pipe.step(inputs, target=target)
+        counts = [value for name, value in pipe.request.model.named_buffers() if "num_batches" in name]
+        assert counts and all(int(count) == fed for count in counts)
+
+
+def written_later() -> None:
+    case = case_of((1, 1), "stash", "sgd", 5)
+    pipe = compiled(case).eval()
+    for index, (inputs, target, _) in enumerate(batches(case)):
+        if index == 2:
+            pipe.train()
+        pipe.step(inputs, target=target)
+
+
 def test_learning_rate_schedulers_and_hooks_work() -> None:
     """The rate halves after each minibatch: closed form for one stage; hooks on parameters fire once an update."""
     pipe, fired = small(stages=1), []
@@ -445,9 +464,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: small().clip_grad_norm_(1.0), "pipedream updates each stage when its gradients are there",
     ),
     "a step of one's own": (in_flight(lambda pipe: pipe.optimizer.step()), "updates each stage inside pipe.step"),
-    "tied over stages": (tied, "parameter 0.weight is tied over stages 0, 1, which update apart"),
+    "tied over stages": (tied, "parameter 0.weight is tied over stages 0, 1, which update at different times"),
     "a batch changed": (changed_in_place, "input of batch 0 was changed in place while its backward is still to come"),
     "frozen later": (frozen_later, "what is trained has changed"),
+    "statistics that move later": (written_later, "are written now, and were not when the stream began"),
     "no optimizer asked": (lambda: small("1f1b", optimizer=None).optimizer, "no optimizer was given"),
 }
 
