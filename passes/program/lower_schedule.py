@@ -95,14 +95,8 @@ class _Lowering:
             return self.writer.once(ops.weights, f"stage{stage}_weights", note)
         if name == "buffers":
             return self._buffers_of(stage, m, note)
-        if name == "rows":
-            return plan.rows
-        if name == "loss_weight":
-            return self.writer.loss_weight(note)
-        if name in part.batch:
-            tensor = part.batch[name]
-            return self.writer.microbatch(tensor, plan, self.step.dims[tensor], note)
-        return self.values[f"saved@{stage}" if name == "saved" else name, m]
+        given = self.writer.of_batch(name, part, plan, self.step.dims, note)
+        return self.values[f"saved@{stage}" if name == "saved" else name, m] if given is None else given
 
     def _buffers_of(self, stage: int, m: int, note: Note) -> fx.Node:
         """The newest values for a forward; for a backward, those that the forward of its microbatch saw."""

@@ -93,20 +93,13 @@ class _Lowering:
                 self._stash(given[loss], "loss", item.stage, 0, other)
 
     def _for_forward(self, name: str, part: Stage, item: TickForward, note: Note) -> Any:
-        plan = self.minibatches[0]
         if name == "weights" and item.kept:
             return self._restore("kept weights", 0, note)
         if name in ("weights", "buffers"):
             word = ops.weights if name == "weights" else ops.buffers
             return self.writer.once(word, f"stage{item.stage}_{name}", note)
-        if name == "rows":
-            return plan.rows
-        if name == "loss_weight":
-            return self.writer.loss_weight(note)
-        if name in part.batch:
-            tensor = part.batch[name]
-            return self.writer.microbatch(tensor, plan, self.dims[tensor], note)
-        return self.values[name]
+        given = self.writer.of_batch(name, part, self.minibatches[0], self.dims, note)
+        return self.values[name] if given is None else given
 
     def backward(self, item: TickBackward) -> None:
         """Of a minibatch that came in earlier; what earlier stages read of it is put by for their backwards."""

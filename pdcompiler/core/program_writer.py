@@ -103,6 +103,17 @@ class ProgramWriter:
             self._known[key] = self.call(word, (), {"stage": note["stage"], "rank": note["rank"]}, name, note)
         return self._known[key]
 
+    def of_batch(self, name: str, part: Stage, plan: Microbatch, dims: Mapping[str, int | None], note: Note) -> Any:
+        """What a stage takes of its microbatch: the number of rows, the loss's weight, a tensor of the batch. None: of none of
+        these is this the name."""
+        if name == "rows":
+            return plan.rows
+        if name == "loss_weight":
+            return self.loss_weight(note)
+        if name in part.batch:
+            return self._rows_of(part.batch[name], plan, dims[part.batch[name]], note)
+        return None
+
     def loss_weight(self, note: Note) -> fx.Node:
         """Of the loss of a microbatch."""
         m = note["microbatch"]
@@ -111,7 +122,7 @@ class ProgramWriter:
             self._known[key] = self.call(operator.getitem, (self.loss_weights, m), {}, f"loss_weight_{m}", note)
         return self._known[key]
 
-    def microbatch(self, tensor: str, plan: Microbatch, dim: int | None, note: Note) -> fx.Node:
+    def _rows_of(self, tensor: str, plan: Microbatch, dim: int | None, note: Note) -> fx.Node:
         """The microbatch's rows of a tensor, cut once on each rank; all of it, where it is not split."""
         if dim is None:
             return self.inputs[tensor]
