@@ -10,7 +10,6 @@ the others at its end. Programs of ticks are remembered by their text. Not here:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ from pdcompiler.core.ticks import Ticks
 from pdcompiler.optimizers import MakeOptimizer, StageOptimizers
 from pdcompiler.outputs import LossWeight, StepResult, loss_weights
 from pdcompiler.runner import Runner
+from pdcompiler.stream_checks import Fed, check_same, check_ties, check_unchanged, check_weights
 from pdcompiler.stream_memory import StreamMemory
 
 
@@ -40,19 +40,6 @@ class CompiledTick:
     modules: tuple[fx.GraphModule, ...]
     window: dict[str, int]
     staged: Staged
-
-
-@dataclass(frozen=True)
-class Fed:
-    """A minibatch that came in. weight: of its loss in its batch.   index: of its batch.   versions: of its tensors, to see if
-    the user changes one in place while it is needed."""
-
-    plan: Microbatch
-    tensors: dict[str, Tensor]
-    weight: float
-    index: int
-    is_last: bool
-    versions: tuple[int, ...]
 
 
 class Stream:
@@ -87,9 +74,9 @@ class Stream:
                 f'outputs is "{outputs}", but {self.ticks.name} gives none: they would wait for the pipeline',
                 ways_out=('outputs="none"', "eval_step after a drain", "a schedule that flushes"),
             )
-        self._check_unchanged()
+        check_unchanged([fed for t, fed in self.fed.items() if t >= self.number - self.ticks.depths[0]])
         weights = loss_weights(batch, batch.spans(self.ticks.batch or 1), loss_weight)
-        self._check_weights(weights)
+        check_weights(weights, self.ticks.name)
         plans = self._plans(batch)
         result: StepResult | None = None
         for place, (plan, weight) in enumerate(zip(plans, weights, strict=True)):
@@ -136,8 +123,8 @@ class Stream:
             )
         spans = batch.spans(count)
         staged = self.runner.traces.staged(batch, [stop - start for start, stop in spans], True)
-        for own in staged.values():
-            self._check_same(own)
+        for own in staged.values() if self.memory is not None else ():
+            check_same(own, self._memory())
         return [Microbatch(0, stop - start, staged[stop - start]) for start, stop in spans]
 
     def _tick(self, new: Fed | None, batch: Batch | None, total: int | None) -> list[StepResult]:
@@ -197,7 +184,7 @@ class Stream:
         runner = self.runner
         runner.hold(staged)
         partition, held = runner.traces.fixed_partition(), runner.held_stages()
-        self._check_ties()
+        check_ties(partition)
         parameters = {stage: [runner.holdings.parameters[n] for n in partition.stages[stage].parameters] for stage in held}
         first = len(self.replicas[0])
         scales = {stage: len(ranks) / first for stage, ranks in self.replicas.items()} if self.scale else None
@@ -206,14 +193,6 @@ class Stream:
             runner.holdings, partition, self.optimizer, self.replicas, program.buffer_names,
             {stage.index: stage.written for stage in staged.stages}, program.gradient_names, runner.rank,
         )  # fmt: skip
-
-    def _check_ties(self) -> None:
-        for name, stages in self.runner.traces.fixed_partition().owners().items():
-            if len(stages) > 1:
-                raise CompileError(
-                    f"parameter {name} is tied over stages {', '.join(map(str, stages))}, which update at different times",
-                    ways_out=("hold both uses on one stage: partition=", "a schedule that flushes: 1f1b"),
-                )
 
     def _run(self, compiled: CompiledTick, fed: Fed | None) -> dict[int, Any]:
         runner, inputs = self.runner, {}
@@ -231,39 +210,3 @@ class Stream:
     def _memory(self) -> StreamMemory:
         assert self.memory is not None
         return self.memory
-
-    def _check_same(self, staged: Staged) -> None:
-        """A round's gradients are of one set of parameters, that of the optimizers; buffers that forwards write are known."""
-        for stage in staged.stages if self.memory is not None else ():
-            known = self._memory().gradient_names[stage.index]
-            if more := set(stage.written) - set(self._memory().changing[stage.index]):
-                names = ", ".join(sorted(more))
-                raise CompileError(
-                    f"the buffers {names} of stage {stage.index} are written now, and were not when the stream began",
-                    ways_out=("pipe.train() before the first step",),
-                )  # fmt: skip
-            if differing := set(known) ^ set(stage.gradients):
-                names = ", ".join(sorted(differing))
-                raise CompileError(
-                    f"what is trained has changed since the optimizers were made: {names} on stage {stage.index}",
-                    ways_out=("requires_grad as it was", "a new pipeline, after a drain"),
-                )  # fmt: skip
-
-    def _check_weights(self, weights: Sequence[float]) -> None:
-        if not all(weights):
-            raise CompileError(
-                f"loss_weight gave {weights}: a microbatch that counts nothing still takes its turn with {self.ticks.name}, and "
-                "its gradient, perhaps not a number, would be multiplied by 0", ways_out=("batches without such microbatches",),
-            )  # fmt: skip
-
-    def _check_unchanged(self) -> None:
-        """Of minibatches whose backward is still to come, no tensor may have been changed in place."""
-        for t, fed in self.fed.items():
-            if t <= self.number - 1 - self.ticks.depths[0]:
-                continue
-            for (name, tensor), version in zip(fed.tensors.items(), fed.versions, strict=True):
-                if tensor._version != version:
-                    raise CompileError(
-                        f"{name} of batch {fed.index} was changed in place while its backward is still to come",
-                        ways_out=("give each step new tensors", "a copy: tensor.clone()"),
-                    )
