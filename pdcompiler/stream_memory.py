@@ -35,6 +35,7 @@ class StreamMemory(reference.Memory):
         super().__init__(self._weights, self._buffers)
         self.holdings, self.partition, self.optimizers = holdings, partition, optimizers
         self.buffer_names, self.changing, self.gradient_names = buffers, changing, gradients
+        self.replicas = replicas
         self.updating = {stage: ranks[0] if rank is None else rank for stage, ranks in replicas.items()}
         self.tick = 0
         self.stashed: dict[Key, Any] = {}
@@ -50,10 +51,11 @@ class StreamMemory(reference.Memory):
         return self.holdings.tensors(self.partition.stages[stage].parameters)
 
     def _buffers(self, stage: int, rank: int) -> Tensors:
-        if (stage, rank) not in self.written:
+        if (stage, rank) not in self.written:  # of all replicas at once: the first one's writes go to the model
             names = self.buffer_names[stage]
-            held = zip(names, self.holdings.tensors(names), strict=True)
-            self.written[stage, rank] = tuple(t.clone() if name in self.changing[stage] else t for name, t in held)
+            held = list(zip(names, self.holdings.tensors(names), strict=True))
+            for replica in self.replicas[stage]:
+                self.written[stage, replica] = tuple(t.clone() if name in self.changing[stage] else t for name, t in held)
         return self.written[stage, rank]
 
     def write_buffers(self, values: Tensors, *, stage: int, rank: int) -> None:

@@ -50,3 +50,8 @@ def in_the_same_order(case: AsynchronousCase) -> bool:
 
 def same_bits(actual: Tensor, expected: Tensor, what: str) -> None:
     assert torch.equal(actual, expected), what
+
+
+def test_replicas_begin_with_the_same_buffers() -> None:
+    """The second one's first forward comes when the first one's has moved the model's."""
+    check(AsynchronousCase((("linear", "running"),), (), (2,), (0,), "stash", None, 2, (), 1, "sgd"))

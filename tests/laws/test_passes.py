@@ -20,6 +20,7 @@ from pdcompiler.core.ir import Function, Program, RankProgram, rank_of, type_of
 from pdcompiler.core.verify_ranks import verify_ranks
 from pdcompiler.passes.program.lower_schedule import lower_schedule
 from pdcompiler.passes.program.split_ranks import split_ranks
+from pdcompiler.passes.ranks.overlap_reductions import overlap_reductions
 from pdcompiler.passes.ranks.overlap_transfers import overlap_transfers
 from pdcompiler.passes.ranks.reuse_memory import reuse_memory
 from pdcompiler.testing import Case, cases
@@ -42,10 +43,10 @@ def check_laws(case: Case) -> None:
     one.check_program(lower_schedule(one.step, one.schedule), reduced=False)
     one.watch = watch
     program = one.program()
-    assert passed == ["insert_reductions", "insert_transfers", "merge_transfers"]
+    assert passed == ["insert_reductions", "split_backward", "insert_transfers", "merge_transfers"]
     ranks = split_ranks(program)
     window = receive_window(program)
-    for rewrite in (lambda rank: rank, reuse_memory, lambda rank: overlap_transfers(rank, window)):
+    for rewrite in (lambda rank: rank, reuse_memory, lambda rank: overlap_transfers(rank, window), overlap_reductions):
         ranks = tuple(rewrite(rank) for rank in ranks)
         verify_ranks(ranks)
         one.check_ranks(program, ranks)
