@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -33,11 +34,15 @@ PATIENCE = 30.0
 
 
 def planning_trace(request: Request, batch: Batch, rows: Sequence[int]) -> Trace:
-    """A trace with costs for these numbers of rows, in ascending order; perhaps not for one row, where sizes broadcast."""
+    """A trace with costs for these numbers of rows, in ascending order. One row, whose own graph has other views where sizes of 1
+    broadcast, is priced as the others are, but from a symbolic trace not at all."""
     several = [count for count in rows if count > 1] or rows
-    if len(several) == 1:
-        return trace_model(request, batch, rows=several[0], symbolic=False, gradients=True)
-    return _joined(request, batch, several[0], several[-1]) or Traces(request).trace(batch, rows[-1], gradients=True)
+    if len(rows) == 1:
+        return trace_model(request, batch, rows=rows[0], symbolic=False, gradients=True)
+    joined = _joined(request, batch, several[0], several[-1]) if len(several) > 1 else None
+    if joined is None:
+        return Traces(request).trace(batch, rows[-1], gradients=True)
+    return replace(joined, admits=lambda count: rows[0] <= count <= rows[-1])
 
 
 def _joined(request: Request, batch: Batch, low: int, high: int) -> Trace | None:
