@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdcompiler.at_depths import at_depths, evaluation_at
 from pdcompiler.core.batch import Batch
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.ir import Microbatch, Program, RankProgram, Staged, Step, Trace
@@ -60,6 +59,7 @@ from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
 from pdcompiler.passes.tracing.trace import capture_joint
 from pdcompiler.planner import explain, judge, ranked, straight_plan
+from pdcompiler.ranking import at_depths, evaluation_at
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class Pipeline:
             return compare(loss, gradients, copies, expected, allowed)
         except VerifyError as error:
             again = Copies({name: tensor.detach().clone() for name, tensor in tensors.items()})
-            trace = self.runner.traces.trace_of(compiled.step.microbatches[0].staged)
+            trace = self.runner.traces.trace_of(compiled.staged)
             place = first_difference(compiled.program, trace, self.partition, compiled.step, inputs, again, allowed)
             error.add_note(f"first value that differs: {place or 'none within a stage; the sums over microbatches do'}")
             raise
@@ -213,7 +213,7 @@ class Pipeline:
         self, compiled: Compiled, results: Mapping[int, Any], batch: Batch, weights: Sequence[float], *, gradients: bool
     ) -> StepResult:
         result = results[max(results)]
-        staged = compiled.step.microbatches[0].staged
+        staged = compiled.staged
         outputs = None
         if "outputs" in result:
             one = len(compiled.step.microbatches) == 1

@@ -18,7 +18,7 @@ from pdcompiler.core.depths import least_depths
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.period import Seconds, drained, period
-from pdcompiler.core.plan import Evaluation, Plan, Training
+from pdcompiler.core.plan import Evaluation, Plan, StageCost, Training
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.ticks import Ticks, pipedream_depths
 from pdcompiler.core.timing import timing
@@ -124,10 +124,26 @@ def _asynchronous(plan: Plan, evaluation: Evaluation, machine: Machine, training
         rounds = [int(min(room, UNLIMITED)) for room in spare]
         most = [depth + count * more for depth, count, more in zip(depths, replicas, rounds, strict=True)]
         ticks = replace(ticks, depths=least_depths(ticks, seconds, most))
-    memory = tuple(
-        cost.memory + (ticks.in_flight(stage) - cost.in_flight) * per_round[stage] for stage, cost in enumerate(evaluation.stages)
-    )  # fmt: skip
+    memory = tuple(cost.memory for cost in evaluation_at(evaluation, ticks).stages)
     return Walked(period(ticks, seconds) / plan.pipelines, ticks.depths, memory, evaluation.fits)
+
+
+def at_depths(found: Found, ticks: Ticks, machine: Machine) -> Found:
+    """A plan at the depths that its ticks will really have: `compile` runs those that the user asked for, perhaps with vertical
+    sync, which keeps more versions."""
+    walk = period(ticks, seconds_of(found.evaluation, machine))
+    return replace(found, evaluation=evaluation_at(found.evaluation, ticks), walked=walk, depths=ticks.depths)
+
+
+def evaluation_at(evaluation: Evaluation, ticks: Ticks) -> Evaluation:
+    """What its stages hold then: weight versions, and saved values of what is in flight."""
+    return replace(evaluation, stages=tuple(_cost_at(cost, ticks, stage) for stage, cost in enumerate(evaluation.stages)))
+
+
+def _cost_at(cost: StageCost, ticks: Ticks, stage: int) -> StageCost:
+    flights, versions = ticks.in_flight(stage), ticks.versions(stage)
+    saved, weights = cost.saved / cost.in_flight * flights, cost.weights / cost.versions * versions
+    return replace(cost, saved=saved, weights=weights, in_flight=flights, versions=versions)
 
 
 def _bytes_per_round(evaluation: Evaluation, training: Training) -> list[float]:

@@ -121,7 +121,7 @@ class Runner:
 
     def inputs(self, compiled: Compiled, batch: Batch, weights: Sequence[float]) -> dict[str, Any]:
         """The program's placeholders: the batch's tensors and the weights of the losses."""
-        loss_weights = self.loss_weights(compiled.step.microbatches[0].staged, weights)
+        loss_weights = self.loss_weights(compiled.staged, weights)
         names = [str(node.target) for node in compiled.program.graph.nodes if node.op == "placeholder"]
         return dict(zip(names, [*(tensor.detach() for tensor in batch.tensors.values()), loss_weights], strict=True))
 

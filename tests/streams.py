@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, fx, nn
 
 import pdcompiler
+from pdcompiler.asynchronous_strategies import StageSkip
 from pdcompiler.core.asynchronous import Asynchronous
 from pdcompiler.oracle import AsynchronousResult
 from pdcompiler.pipeline import Pipeline
 from pdcompiler.testing import AsynchronousCase, assert_close_by_tensor, asynchronous_steps
+from pdcompiler.weight_versions import pipedream_depths
 
 EXACT = 1e-12
 
@@ -33,6 +35,14 @@ class Seen:
     forwards: dict[tuple[int, int], int] = field(default_factory=dict)
     backwards: dict[tuple[int, int], int] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def case_of(replicas: tuple[int, ...], semantics: Any, optimizer: Any, count: int, **other: Any) -> AsynchronousCase:
+    """Two blocks a stage, one of them with BatchNorm on the last stage; partial last rounds where the count asks for them."""
+    kinds = tuple(("linear", "batchnorm" if stage == len(replicas) - 1 else "gated") for stage in range(len(replicas)))
+    skips = (StageSkip(0, 2),) if len(replicas) > 2 else ()
+    given = {"depths": pipedream_depths(replicas), "batch": None, "drains": (), "rows": 4}
+    return AsynchronousCase(kinds, skips, replicas, semantics=semantics, optimizer=optimizer, count=count, **(given | other))
 
 
 def compiled(case: AsynchronousCase, **options: Any) -> Pipeline:

@@ -25,8 +25,7 @@ from pdcompiler.testing import AsynchronousCase, assert_close_by_tensor
 from tests.closed_forms import Weights, half_squared, linear, minibatches, one_batch_behind, one_each, sgd, two_replicas_and_one
 from tests.delayed_models import delayed_training, minibatch
 from tests.models import ZOO
-from tests.processes.test_asynchronous import case_of
-from tests.streams import assert_equal, batches, compiled, oracle, run
+from tests.streams import assert_equal, batches, case_of, compiled, oracle, run
 
 
 def cut(model: nn.Sequential) -> list[str]:

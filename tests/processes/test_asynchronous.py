@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from pdcompiler.asynchronous_strategies import StageSkip
 from pdcompiler.testing import AsynchronousCase
-from pdcompiler.weight_versions import pipedream_depths
 from tests.processes.pool import Pool
-from tests.streams import assert_equal, run
+from tests.streams import assert_equal, case_of, run
 
 pytestmark = pytest.mark.processes
-
-
-def case_of(replicas: tuple[int, ...], semantics: Any, optimizer: Any, count: int, **other: Any) -> AsynchronousCase:
-    """Two blocks a stage, one of them with BatchNorm on the last stage; partial last rounds where the count asks for them."""
-    kinds = tuple(("linear", "batchnorm" if stage == len(replicas) - 1 else "gated") for stage in range(len(replicas)))
-    skips = (StageSkip(0, 2),) if len(replicas) > 2 else ()
-    given = {"depths": pipedream_depths(replicas), "batch": None, "drains": (), "rows": 4}
-    return AsynchronousCase(kinds, skips, replicas, semantics=semantics, optimizer=optimizer, count=count, **(given | other))
 
 
 CASES = {
