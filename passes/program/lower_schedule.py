@@ -26,9 +26,8 @@ from torch import fx
 
 from pdcompiler.core import ops
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.ir import Program, Stage, Step, describe, eliminate_dead_code
-from pdcompiler.core.names import identifier
-from pdcompiler.core.program_writer import Note, ProgramWriter, as_they_are_made, given_types, note_of
+from pdcompiler.core.ir import Program, Stage, Step
+from pdcompiler.core.program_writer import Note, ProgramWriter, note_of
 from pdcompiler.core.schedule import Action, Schedule
 
 
@@ -123,15 +122,7 @@ class _Lowering:
             self._write_buffers(stage)
         loss = self._loss()
         results = {rank: self._results(rank, loss) for rank in range(len(self.schedule.ranks))}
-        graph = self.writer.graph
-        describe(graph.output(results), rank=0)  # type: ignore[arg-type]
-        eliminate_dead_code(graph)
-        return Program(
-            graph, self.writer.root, len(self.schedule.ranks), self.schedule,
-            {stage.index: stage.gradients for stage in stages},
-            {name: type for stage in stages for name, type in as_they_are_made(stage).items()},
-            {stage.index: stage.buffers for stage in stages},
-        )
+        return self.writer.program(stages, results, self.schedule)
 
     def _write_buffers(self, stage: Stage) -> None:
         """What the first replica's forwards gave, on every replica: as DistributedDataParallel's are rank 0's."""
@@ -141,18 +132,8 @@ class _Lowering:
             return
         for rank in (first, *others):
             note = note_of(rank, stage.index, None, "")
-            values = newest if rank == first else self._copied_buffers(stage, newest, first, note)
+            values = newest if rank == first else self.writer.copied_buffers(stage, first, note, newest)
             self.writer.call(ops.write_buffers, (values,), {"stage": stage.index, "rank": rank}, "write_buffers", note)
-
-    def _copied_buffers(self, stage: Stage, newest: fx.Node, first: int, note: Note) -> tuple[fx.Node, ...]:
-        """The written ones of the first replica; this rank's own of those that no forward writes."""
-        types, values = given_types(stage.forward, "buffers"), []
-        for place, name in enumerate(stage.buffers):
-            written = name in stage.written
-            source = newest if written else self.writer.once(ops.buffers, f"stage{stage.index}_buffers", note)
-            where = {**note, "rank": first} if written else note
-            values.append(self.writer.call(operator.getitem, (source, place), {}, identifier(name), where, types[place]))
-        return tuple(values)
 
     def _loss(self) -> fx.Node | None:
         """Of the whole batch: the replicas' sums, added in their order on the first of them."""

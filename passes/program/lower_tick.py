@@ -26,9 +26,9 @@ from typing import Any
 from torch import fx
 
 from pdcompiler.core import ops
-from pdcompiler.core.ir import Microbatch, Program, Stage, Staged, ValueType, describe, eliminate_dead_code
+from pdcompiler.core.ir import Microbatch, Program, Stage, Staged, ValueType
 from pdcompiler.core.names import identifier
-from pdcompiler.core.program_writer import BUCKET, Note, ProgramWriter, as_they_are_made, buckets, given_types, note_of
+from pdcompiler.core.program_writer import BUCKET, Note, ProgramWriter, as_they_are_made, buckets, note_of
 from pdcompiler.core.tick_text import TickBackward, TickForward, TickText, TickUpdate
 
 
@@ -202,16 +202,7 @@ class _Lowering:
         if self.text.last:
             for stage in self.staged.stages:
                 self._share_buffers(stage)
-        graph, stages = self.writer.graph, self.staged.stages
-        results: Any = {rank: self._results(rank) for rank in self.ranks}
-        describe(graph.output(results), rank=0)
-        eliminate_dead_code(graph)
-        return Program(
-            graph, self.writer.root, len(self.ranks), None,
-            {stage.index: stage.gradients for stage in stages},
-            {name: type for stage in stages for name, type in as_they_are_made(stage).items()},
-            {stage.index: stage.buffers for stage in stages},
-        )  # fmt: skip
+        return self.writer.program(self.staged.stages, {rank: self._results(rank) for rank in self.ranks}, None)
 
     def _results(self, rank: int) -> dict[str, Any]:
         """The losses that are told, on each rank."""
@@ -228,15 +219,10 @@ class _Lowering:
         first, *others = self.replicas[stage.index]
         if not stage.written or not others:
             return
-        types, names = given_types(stage.forward, "buffers"), list(enumerate(stage.buffers))
         for rank in others:
             note = note_of(rank, stage.index, None, "")
-            values = []
-            for place, name in names:
-                where = {**note, "rank": first if name in stage.written else rank}
-                own = self.writer.once(ops.buffers, f"stage{stage.index}_buffers", where)
-                values.append(self.writer.call(operator.getitem, (own, place), {}, identifier(name), where, types[place]))
-            self.writer.call(ops.write_buffers, (tuple(values),), {"stage": stage.index, "rank": rank}, "write_buffers", note)
+            values = self.writer.copied_buffers(stage, first, note)
+            self.writer.call(ops.write_buffers, (values,), {"stage": stage.index, "rank": rank}, "write_buffers", note)
 
     def _rank(self, stage: int, turn: tuple[int, ...]) -> int:
         return self.replicas[stage][turn[stage]]

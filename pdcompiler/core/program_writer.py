@@ -16,9 +16,21 @@ from typing import Any
 from torch import fx, nn
 
 from pdcompiler.core import ops
-from pdcompiler.core.ir import RESERVED, Function, Microbatch, Stage, ValueType, describe, evaluate, type_of
+from pdcompiler.core.ir import (
+    RESERVED,
+    Function,
+    Microbatch,
+    Program,
+    Stage,
+    ValueType,
+    describe,
+    eliminate_dead_code,
+    evaluate,
+    type_of,
+)
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.names import identifier
+from pdcompiler.core.schedule import Schedule
 
 Note = Mapping[str, Any]
 """Where a node belongs: rank, stage, microbatch and phase, as `ir.describe` takes them."""
@@ -149,6 +161,29 @@ class ProgramWriter:
         type = part.types.get(name)
         given = type.at(rows) if isinstance(type, ValueType) else None
         return self.call(operator.getitem, (call, place), {}, f"{name}_{note['microbatch']}", note, given)
+
+    def copied_buffers(self, stage: Stage, first: int, note: Note, newest: fx.Node | None = None) -> tuple[fx.Node, ...]:
+        """For another replica: the first one's of the buffers that forwards write, its own of the rest. newest: what the first
+        one's forwards gave, where they are not at the program's entry."""
+        types, values = given_types(stage.forward, "buffers"), []
+        for place, name in enumerate(stage.buffers):
+            where = {**note, "rank": first} if name in stage.written else note
+            given = newest if name in stage.written else None
+            source = given or self.once(ops.buffers, f"stage{stage.index}_buffers", where)
+            values.append(self.call(operator.getitem, (source, place), {}, identifier(name), where, types[place]))
+        return tuple(values)
+
+    def program(self, stages: Sequence[Stage], results: dict[int, Any], schedule: Schedule | None) -> Program:
+        """What was written, with the results of each rank; what nobody reads is left out."""
+        given: Any = results
+        describe(self.graph.output(given), rank=0)
+        eliminate_dead_code(self.graph)
+        return Program(
+            self.graph, self.root, len(results), schedule,
+            {stage.index: stage.gradients for stage in stages},
+            {name: type for stage in stages for name, type in as_they_are_made(stage).items()},
+            {stage.index: stage.buffers for stage in stages},
+        )
 
 
 def given_types(function: Function, name: str) -> list[Any]:
