@@ -23,10 +23,8 @@ With --check it exits 1 where the planner says that a schedule beats data parall
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -35,7 +33,7 @@ from cluster_a import predictions
 from contestants import MICROBATCHES, TURN, Trial, why
 from hosts import HOSTS, run_on_hosts, why_not
 from paper_models import CASES
-from ranks import by_turns, is_rank, paired_ratio, spread
+from ranks import begin, by_turns, is_rank, paired_ratio, spread
 from rich.console import Console
 from rich.table import Table
 
@@ -73,12 +71,7 @@ def rows_of(name: str, rounds: int, console: Console) -> tuple[list[list[str]], 
 
 def main(names: Sequence[str], rounds: int, check: bool) -> int:
     """Measure each model, print the tables, and judge. Only rank 0 prints."""
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, cores = dist.get_rank(), sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    console = Console(quiet=rank != 0, width=150, highlight=False)
+    console = begin(width=150)
     columns = ("way", "plan", "predicted", "measured", "rows/s", "predicted DDP / it", "DDP / it", "sent")
     missed = []
     for name in names:

@@ -14,18 +14,15 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import os
 import statistics
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from gpt import Gpt, token_loss
-from ranks import by_turns, is_rank, paired_ratio, run_on_ranks, spread
-from rich.console import Console
+from ranks import begin, by_turns, is_rank, paired_ratio, run_on_ranks, spread
 from rich.table import Table
 from small_models import ResNet, images, sentences
 from torch import Tensor, nn
@@ -115,12 +112,7 @@ def measure(case: Case, pairs: int) -> tuple[int, dict[str, list[float]]]:
 
 def main(names: Sequence[str], pairs: int, check: bool) -> int:
     """Measure each model, print the table, and judge. Only rank 0 prints."""
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, cores = dist.get_rank(), sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    console = Console(quiet=rank != 0, width=130, highlight=False)
+    console = begin(width=130)
     title = f"one stage, {RANKS} replicas, {pairs} pairs"
     table = Table("model", "parameters", "ours", "DDP", "DDP / ours", title=title, title_justify="left")
     missed = False

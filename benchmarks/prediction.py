@@ -15,12 +15,10 @@ The residual is predicted / measured - 1. With --check it exits 1 where the medi
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +26,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from ranks import is_rank, run_on_ranks, seconds_of
-from rich.console import Console
+from ranks import begin, is_rank, run_on_ranks, seconds_of
 from rich.table import Table
 from small_models import CASES, MICROBATCHES, Case
 from torch import Tensor
@@ -234,13 +231,7 @@ def by_functions(
 
 def main(machine: Machine, steps: int, costs: str, check: bool) -> int:
     """Measure each model and cut, print the table, and judge. Only rank 0 prints."""
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    console = Console(quiet=rank != 0, width=130, highlight=False)
+    console = begin(width=130)
     link = f"{machine.link_latency_seconds * 1e6:.0f} us and {machine.link_bytes_per_second / 1e9:.2f} GB/s"
     columns = ("model", "cut", "stage 0", "stage 1", "bubble", "predicted", "measured", "residual")
     empty = empty_step(machine, steps)

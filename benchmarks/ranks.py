@@ -10,11 +10,13 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 
 def is_rank() -> bool:
@@ -26,6 +28,17 @@ def run_on_ranks(script: str, ranks: int, arguments: Sequence[str]) -> int:
     """Run a script as this many processes with one thread each; its exit code."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script]
     return subprocess.run([*command, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+
+
+def begin(width: int, pinned: bool = True) -> Console:
+    """Join the group, with one thread, and perhaps a core of this rank's own; rank 0's console prints, the others' are quiet."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, cores = dist.get_rank(), sorted(os.sched_getaffinity(0))
+    if pinned:
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    return Console(quiet=rank != 0, width=width, highlight=False)
 
 
 def seconds_of(step: Callable[[], Any]) -> float:

@@ -18,7 +18,6 @@ import copy
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt import VOCABULARY, Gpt, token_loss
-from ranks import by_turns, is_rank, paired_ratio, run_on_ranks, spread
-from rich.console import Console
+from ranks import begin, by_turns, is_rank, paired_ratio, run_on_ranks, spread
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
@@ -174,10 +172,7 @@ def rows_of(size: Size, seconds: dict[str, list[float]]) -> list[list[str]]:
 
 def main(sizes: Sequence[Size], pairs: int, check: bool) -> int:
     """Measure each size, print the table, and judge. Only rank 0 prints."""
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    console = Console(quiet=dist.get_rank() != 0, width=130, highlight=False)
+    console = begin(width=130, pinned=False)
     columns = ("size", "schedule", "ours", "in stages", "torch", "torch / ours", "one process", "limit", "ours / limit")
     table = Table(*columns, title=f"{RANKS} ranks, {MICROBATCHES} microbatches, {pairs} pairs", title_justify="left")
     missed, figures = False, []
