@@ -35,6 +35,7 @@ from torch import Tensor, fx
 from pdcompiler.core import ops
 from pdcompiler.core.errors import WorkerError
 from pdcompiler.core.ir import RankProgram, module_of
+from pdcompiler.core.storage import is_alone
 
 TAG = 7253
 """Keeps our messages apart from the user's own on the default group."""
@@ -83,6 +84,9 @@ class Distributed:
         """Seconds, for messages of each rank."""
         self.put_by: dict[Any, Any] = {}
         """What programs put by for later ones, open receives among it."""
+        self.buckets: dict[int, Tensor] = {}
+        self.reductions = 0
+        """Of the program that runs, so far; `buckets` by this number."""
         self.join(channels, reductions)
 
     def join(self, channels: Sequence[str], reductions: Sequence[tuple[int, ...]]) -> None:
@@ -146,11 +150,21 @@ class Distributed:
         return self.finish_recv(self.start_recv(**what))
 
     def start_all_reduce(self, values: tuple[Tensor, ...], *, ranks: tuple[int, ...]) -> tuple[Any, Sequence[int], Tensor, Any]:
-        """Ask for the sums over ranks, as new memory (a gradient may share its own with others), in one message."""
-        total = torch.cat([value.reshape(-1) for value in values])
+        """Ask for the sums over ranks, in one message and in memory of their own (a gradient may share its with others)."""
+        parts = [value.reshape(-1) for value in values]
+        total = self._bucket(sum(part.numel() for part in parts), parts[0])
+        torch.cat(parts, out=total)
         others = [rank for rank in ranks if rank != self.rank]
         work = self._reach(others, dist.all_reduce, total, dist.ReduceOp.SUM, self.groups[tuple(ranks)], True)
         return work, others, total, [value.shape for value in values]
+
+    def _bucket(self, size: int, like: Tensor) -> Tensor:
+        """Memory for sums: that of the program's same reduction before, if nobody holds it any more. New memory costs time."""
+        self.reductions += 1
+        bucket = self.buckets.get(self.reductions)
+        if bucket is None or bucket.numel() != size or bucket.dtype != like.dtype or not is_alone(bucket):
+            bucket = self.buckets[self.reductions] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return bucket.detach()
 
     def finish_all_reduce(self, pending: tuple[Any, Sequence[int], Tensor, Any]) -> tuple[Tensor, ...]:
         """Wait for them (on CUDA: make the current stream wait)."""
@@ -185,7 +199,7 @@ class Distributed:
     ) -> Any:  # fmt: skip
         """Run the program; an error anywhere is raised on every rank as WorkerError with its root cause. finish: wait for what it
         sends; else that goes on while later programs run."""
-        self.window = window
+        self.window, self.reductions = window, 0
         names = [str(node.target) for node in program.graph.nodes if node.op == "placeholder"]
         try:
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False):

@@ -106,9 +106,13 @@ class Memory:
 
     def write_buffers(self, values: Tensors, *, stage: int, rank: int) -> None:
         """Copy new values into the buffers; those that a step left alone are the same tensors."""
-        for held, value in zip(self.buffers(stage, rank), values, strict=True):
-            if held.data_ptr() != value.data_ptr():
-                held.copy_(value)
+        pairs = [
+            (held, value)
+            for held, value in zip(self.buffers(stage, rank), values, strict=True)
+            if held.data_ptr() != value.data_ptr()
+        ]
+        if pairs:
+            torch._foreach_copy_([held for held, _ in pairs], [value for _, value in pairs])
 
 
 def run_trace(trace: Trace, given: Callable[[Input], Any]) -> dict[fx.Node, Any]:

@@ -21,6 +21,7 @@ from pdcompiler.core.ir import Program, Stage
 from pdcompiler.core.partition import Partition
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.ticks import Ticks
+from pdcompiler.gradients import add_gradients
 from pdcompiler.holdings import Holdings, Initialize
 from pdcompiler.optimizers import MakeOptimizer, whole_optimizer
 from pdcompiler.outputs import LossWeight, StepResult, join_outputs, loss_weights
@@ -197,7 +198,7 @@ class Pipeline:
         return read_batch(self.request.model, args, kwargs, target, self.options.batch_dims)
 
     def _add_gradients(self, rank: int, compiled: Compiled, result: Mapping[str, Any]) -> None:
-        """Through autograd itself, so that hooks on parameters fire, once a step, and `.grad` is added to."""
+        """To `.grad` of the parameters that this process holds: the sums over ranks, and what no other rank holds."""
         reduced: dict[str, Tensor] = dict(result.get("reduced", {}))
         if self.rank is None:
             holders = self.runner.holders()
@@ -206,8 +207,7 @@ class Pipeline:
         for stage, gradients in result.get("gradients", {}).items():
             names = compiled.program.gradient_names[stage]
             found |= {n: g for n, g in zip(names, gradients, strict=True) if n not in result.get("reduced", {})}
-        if found:
-            torch.autograd.backward([self.holdings.parameters[name] for name in found], list(found.values()))
+        add_gradients(self.holdings.parameters, found, own=reduced)
 
     def _result(
         self, compiled: Compiled, results: Mapping[int, Any], batch: Batch, weights: Sequence[float], *, gradients: bool

@@ -8,7 +8,8 @@
     return {0: {gradients}, 2: {gradients}}            return {0: {gradients, reduced: {embed: embed_0}}, 2: ...}
 
 Gradients of the same ranks and type go together, in buckets, since each reduction costs a message's latency at least. A rank that
-holds a weight without a gradient of its own gets the sum as a value. A weight with one holder is left alone.
+holds a weight without a gradient of its own gets the sum as a value. A weight with one holder is left alone. What
+is reduced whole, a stage's gradients, is given as sums only: its parts are free when they are sent.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Parts = dict[int, fx.Node]
 
 
 def insert_reductions(program: Program, holders: Mapping[str, tuple[int, ...]], bucket: float = BUCKET) -> Program:
-    """holders: for each parameter that several ranks hold, these.   bucket: the most bytes of one reduction, unless one gradient
-    has more. See the module's docstring."""
+    """holders: for each parameter that several ranks hold, these.   bucket: the bytes that make one reduction, if there are so
+    many. See the module's docstring."""
     output = program.graph.output_node()
     results: dict[int, dict[str, Any]] = dict(output.args[0])  # type: ignore[arg-type]
     with program.graph.inserting_before(output):
@@ -42,6 +43,10 @@ def insert_reductions(program: Program, holders: Mapping[str, tuple[int, ...]], 
         first = next(iter(found.values()))
         for rank in holders[name]:
             results[rank] = results[rank] | {"reduced": {**results[rank].get("reduced", {}), name: found.get(rank, first)}}
+    for rank, result in results.items():
+        if "gradients" in result:
+            own = {k: total for k, total in result["gradients"].items() if not sums.keys() >= {*program.gradient_names[k]}}
+            results[rank] = result | {"gradients": own}
     output.args = (results,)  # type: ignore[assignment]
     return program
 

@@ -7,6 +7,7 @@
     %addmm_1 = addmm(...)  meta: torch's              mlp_0_addmm = addmm(...)  meta: ours (core/ir.py), in words
     %detach_1 = detach(addmm_1)                       gone: without autograd it is the identity
     %view = view(x, [...])                            reshape(x, [...]), for any memory layout
+    %t_1 = t(t(x))                                    gone: it is x, in shape and in layout
 
 Nodes are named after the module that made them (`d_` before those of the backward), what nobody reads is dropped, and what a
 user must know is found: gradients that a custom Function injects whatever the loss, marks of torch.utils.checkpoint.
@@ -34,6 +35,8 @@ strides (native_batch_norm's does). A reshape means the same and takes any layou
 SUMS = (aten.add.Tensor, aten.sub.Tensor)
 PRODUCTS = (aten.mul.Tensor, aten.mm.default, aten.bmm.default)
 IDENTITIES = (aten.detach.default, aten.alias.default)
+SWAPS = (aten.t.default, aten.transpose.int)
+"""Each undoes itself. Autograd has a weight's gradient go through three."""
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     "Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod,
     "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv, "ToFloat": float, "FloatPow": operator.pow,
@@ -95,6 +98,8 @@ class _Reader:
     def _copy(self, node: fx.Node) -> Any:
         if node.target in IDENTITIES:
             return self.copies[node.all_input_nodes[0]]
+        if node.target in SWAPS and (swapped := self._swapped(node)) is not None:
+            return swapped
         if node.target is aten.copy.default and (made := self._copied_whole(node)) is not None:
             return made
         type = self._type(node.meta.get("val"))
@@ -107,6 +112,12 @@ class _Reader:
             self.constants.register_buffer(str(node.target), value)
             type = ValueType(tuple(value.shape), value.dtype, str(value.device))
         return self._node(node, type)
+
+    def _swapped(self, node: fx.Node) -> fx.Node | None:
+        """What is swapped twice."""
+        first = node.args[0]
+        is_same = isinstance(first, fx.Node) and (first.target, *first.args[1:]) == (node.target, *node.args[1:])
+        return self.copies[first.args[0]] if is_same else None  # type: ignore[union-attr, index]
 
     def _copied_whole(self, node: fx.Node) -> fx.Node | None:
         """The value that a copy writes over a tensor of the same type: `self.buf = self.buf + 1` reads the old one just once."""

@@ -12,6 +12,7 @@ random state and hooks are as before.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
 from collections import deque
@@ -252,6 +253,7 @@ def _admission(shapes: ShapeEnv, symbol: sympy.Symbol | None, rows: int) -> Call
     guards = [guard.expr for guard in shapes.guards]
     bounds = shapes.var_to_range[symbol]
 
+    @functools.cache
     def admits(r: int) -> bool:
         if r < 2 or not bounds.lower <= r <= bounds.upper:
             return False

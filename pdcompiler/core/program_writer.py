@@ -42,31 +42,32 @@ def note_of(rank: int, stage: int | None, microbatch: int | None, phase: str) ->
 
 
 BUCKET = 25 * 2**20
-"""Bytes of gradients that are reduced together, as DistributedDataParallel's."""
-LATENCIES = 20
+"""Bytes of gradients that fill a bucket, as DistributedDataParallel's."""
+LATENCIES = 60
 """That a bucket's bytes take to travel, at least, so that its own latency does not matter."""
 
 
 def bucket_bytes(machine: Machine) -> float:
-    """At most BUCKET: less, so that the first can travel while a backward still runs, where the machine's messages allow it."""
+    """What fills a bucket: BUCKET; less where that is many latencies, so that the first travels while a backward still runs."""
     return min(LATENCIES * machine.link_latency_seconds * machine.link_bytes_per_second, BUCKET)
 
 
-def buckets(types: Mapping[str, ValueType], most: float = BUCKET) -> Iterator[list[str]]:
-    """Parameters whose gradients are reduced together: of one element type, in the given order, of at most so many bytes."""
+def buckets(types: Mapping[str, ValueType], least: float = BUCKET) -> Iterator[list[str]]:
+    """Parameters whose gradients are reduced together: of one element type, in the given order; a bucket is full when it has so
+    many bytes."""
     alike: dict[Any, list[str]] = defaultdict(list)
     for name, type in types.items():
         alike[type.dtype].append(name)
     for names in alike.values():
-        bucket, size = list[str](), 0
+        bucket, size = list[str](), 0.0
         for name in names:
-            nbytes = evaluate(types[name].nbytes(), 1)
-            if bucket and size + nbytes > most:
-                yield bucket
-                bucket, size = [], 0
             bucket.append(name)
-            size += nbytes
-        yield bucket
+            size += evaluate(types[name].nbytes(), 1)
+            if size >= least:
+                yield bucket
+                bucket, size = [], 0.0
+        if bucket:
+            yield bucket
 
 
 def as_they_are_made(stage: Stage) -> dict[str, ValueType]:

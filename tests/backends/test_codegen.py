@@ -56,11 +56,9 @@ RANK_0 = """
                 d_tanh_backward = torch.ops.aten.tanh_backward.default(d_second_mm, tanh);  d_second_mm = tanh = None
                 d_first_t = torch.ops.aten.t.default(d_tanh_backward)
                 d_first_mm = torch.ops.aten.mm.default(d_first_t, x);  d_first_t = x = None
-                d_first_t_1 = torch.ops.aten.t.default(d_first_mm);  d_first_mm = None
                 d_first_sum = torch.ops.aten.sum.dim_IntList(d_tanh_backward, [0], True);  d_tanh_backward = None
                 d_first_view = torch.ops.aten.reshape.default(d_first_sum, [8]);  d_first_sum = None
-                d_first_t_2 = torch.ops.aten.t.default(d_first_t_1);  d_first_t_1 = None
-                return ((d_first_t_2, d_first_view),)
+                return ((d_first_mm, d_first_view),)
 """
 RANK_1 = """
     class Rank1(torch.nn.Module):

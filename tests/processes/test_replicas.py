@@ -119,3 +119,28 @@ def against_ddp() -> float:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_one_stage_is_distributed_data_parallel(pool: Callable[[int], Pool], ranks: int) -> None:
     assert max(pool(ranks).run(against_ddp)) <= 1e-6
+
+
+def kept_gradients() -> bool:
+    """Gradients that the user holds on to, and views of them, stay as they are in later steps; released memory is used again."""
+    torch.manual_seed(0)
+    model, rank = nn.Linear(5, 3), dist.get_rank()
+    pipe = pdcompiler.compile(model, 2, partition=[], replicas=(2,), microbatches=2, loss_fn=nn.functional.mse_loss)
+    batches = [(torch.randn(6, 5), torch.randn(6, 3)) for _ in range(4)]
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    places = []
+    for data, target in batches:
+        pipe.step(data, target=target)
+        grad = model.weight.grad
+        assert grad is not None
+        if len(held) < 2:
+            held.append((grad[1:], grad[1:].clone()))
+        places.append(grad.data_ptr())
+        del grad
+        pipe.zero_grad()
+    assert all(torch.equal(view, copied) for view, copied in held), f"rank {rank}: a gradient changed after its step"
+    return places[2] == places[3] and len(set(places)) == 3
+
+
+def test_gradients_that_a_user_keeps_stay_as_they_are(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(kept_gradients) == [True, True]

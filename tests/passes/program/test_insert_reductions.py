@@ -71,8 +71,8 @@ def test_weights_of_the_same_ranks_go_in_one_reduction() -> None:
     assert sorted(after.graph.output_node().args[0][1]["reduced"]) == ["embed", "norm"]  # type: ignore[index, call-overload]
 
 
-def test_no_bucket_is_larger_than_25_mebibytes() -> None:
-    large = ValueType((3 * 2**20,), torch.float32)  # 12 MiB
+def test_a_bucket_is_full_at_25_mebibytes() -> None:
+    large = ValueType((4 * 2**20,), torch.float32)  # 16 MiB
     before = program({0: ("a", "b", "c", "d"), 1: ("a", "b", "c", "d")}, ((0,), (1,)))
     before.gradient_types = {"a": large, "b": large, "c": large, "d": FLOATS}
     text = str(insert_reductions(before, dict.fromkeys("abcd", (0, 1))))

@@ -52,9 +52,7 @@ def test_the_trace_reads_like_this(pairs: Trace) -> None:
         d_expand = expand(loss_weight, [mul, 2])
         d_layer_t = t(d_expand)
         d_layer_mm = mm(d_layer_t, view)
-        d_layer_t_1 = t(d_layer_mm)
-        d_layer_t_2 = t(d_layer_t_1)
-        return loss, loss, d_layer_t_2
+        return loss, loss, d_layer_mm
     """)
 
 
