@@ -34,8 +34,8 @@ class Give(torch.autograd.Function):
 
 
 def add_gradients(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor], own: Iterable[str] = ()) -> None:
-    """gradients: handed over, the caller uses them no more.   own: names of those that are known to share their memory with nothing,
-    though they may be parts of one storage."""
+    """gradients: handed over, the caller uses them no more.   own: those that are known to share memory with nothing, though
+    they may be parts of one storage."""
     known = set(own)
     if gradients:
         given = [value.detach() if name in known or is_alone(value) else value for name, value in gradients.items()]
