@@ -144,6 +144,6 @@ def restrict(schedule: Schedule, step: Step, gradients: bool) -> Schedule:
     """The schedule for the microbatches that there are; forward only for those that do not count, or without gradients."""
     count = len(step.microbatches)
     backward = [gradients and microbatch.counts for microbatch in step.microbatches]
-    return schedule.without(a for a in schedule if a.microbatch >= count or (a.phase == "B" and not backward[a.microbatch]))
+    return schedule.without(a for a in schedule if a.microbatch >= count or (a.phase != "F" and not backward[a.microbatch]))
 
 

@@ -7,8 +7,14 @@ form parses back; with one stage per rank the stage need not be written:
     F0 F1 B0 F2 B1 F3 B2 B3
     F0 B0 F1 B1 F2 B2 F3 B3
 
-and with several, or with a stage on several ranks, an action reads F<microbatch>@<stage>; both actions of a microbatch on a stage
-run on one rank. Not here: which schedules there are (`passes/schedules/`), nor what runs them.
+and with several, or with a stage on several ranks, an action reads F<microbatch>@<stage>; all actions of a microbatch on a stage
+run on one rank. A backward may be in two parts: where a W stands too, B gives the gradients of the stage's inputs, for which an
+earlier stage waits, and W those of its weights, for which only the end of the step does; without one, B gives both:
+
+    F0 F1 B0 W0 B1 W1
+    F0 B0 F1 B1 W0 W1
+
+Not here: which schedules there are (`passes/schedules/`), nor what runs them.
 """
 
 from __future__ import annotations
@@ -21,7 +27,8 @@ from typing import Literal
 
 from pdcompiler.core.errors import CompileError, DeadlockError
 
-Phase = Literal["F", "B"]
+Phase = Literal["F", "B", "W"]
+PHASES: tuple[Phase, ...] = ("F", "B", "W")
 
 
 @dataclass(frozen=True, order=True)
@@ -36,6 +43,8 @@ class Action:
         """The actions that must be done before this one, whatever the order on its rank."""
         if self.phase == "F":
             return (Action("F", self.stage - 1, self.microbatch),) if self.stage else ()
+        if self.phase == "W":
+            return (Action("B", self.stage, self.microbatch),)
         own = Action("F", self.stage, self.microbatch)
         return (own, Action("B", self.stage + 1, self.microbatch)) if self.stage < stages - 1 else (own,)
 
@@ -67,6 +76,11 @@ class Schedule:
         return 1 + max(action.microbatch for action in self)
 
     @cached_property
+    def split(self) -> frozenset[tuple[int, int]]:
+        """The stages and microbatches whose backward is in two parts."""
+        return frozenset((action.stage, action.microbatch) for action in self if action.phase == "W")
+
+    @cached_property
     def replicas(self) -> dict[int, tuple[int, ...]]:
         """The ranks that run each stage, by the first microbatch that each of them runs."""
         first: dict[int, dict[int, int]] = {}
@@ -85,7 +99,7 @@ class Schedule:
         """The largest number of forwards on a rank whose backward has not run."""
         most = now = 0
         for action in self.ranks[rank]:
-            now += 1 if action.phase == "F" else -1
+            now += {"F": 1, "B": -1, "W": 0}[action.phase]
             most = max(most, now)
         return most
 
@@ -125,7 +139,7 @@ class Schedule:
         return "\n".join(lines)
 
     def check(self) -> Schedule:
-        """Raise CompileError unless every stage runs F and then B of every microbatch exactly once, both on the same rank."""
+        """Raise CompileError unless every stage runs F, B and perhaps W of every microbatch once, in this order on one rank."""
         if not any(self.ranks):
             raise CompileError("the schedule is empty")
         seen: dict[Action, int] = {}
@@ -135,11 +149,12 @@ class Schedule:
                 if action in seen:
                     raise CompileError(f"{at} stands twice" + (f", on rank {seen[action]} too" if seen[action] != rank else ""))
                 seen[action] = rank
-                forward = Action("F", action.stage, action.microbatch)
-                if seen.get(forward) is None:
-                    raise CompileError(f"{at} stands before its forward")
-                if seen[forward] != rank:
-                    raise CompileError(f"{at}: its forward is on rank {seen[forward]}, where what it saved is")
+                before = Action("B" if action.phase == "W" else "F", action.stage, action.microbatch)
+                what = "backward (B)" if action.phase == "W" else "forward"
+                if seen.get(before) is None:
+                    raise CompileError(f"{at} stands before its {what}")
+                if seen[before] != rank:
+                    raise CompileError(f"{at}: its {what} is on rank {seen[before]}, where what it saved is")
         for stage in range(self.stages):
             for microbatch in range(self.microbatches):
                 for phase in ("F", "B"):
@@ -167,8 +182,8 @@ def show(action: Action, with_stage: bool) -> str:
 
 def parse_action(word: str, rank: int) -> Action:
     """An action from text; without "@stage" it is on the stage of the rank's number."""
-    match = re.fullmatch(r"([FB])(\d+)(?:@(\d+))?", word)
+    match = re.fullmatch(r"([FBW])(\d+)(?:@(\d+))?", word)
     if match is None:
-        raise CompileError(f"schedule, rank {rank}: {word!r} is no action; expected F or B, a microbatch, perhaps @stage")
-    phase: Phase = "F" if match[1] == "F" else "B"
+        raise CompileError(f"schedule, rank {rank}: {word!r} is no action; expected F, B or W, a microbatch, perhaps @stage")
+    phase = next(phase for phase in PHASES if phase == match[1])
     return Action(phase, int(match[3]) if match[3] else rank, int(match[2]))

@@ -11,8 +11,9 @@ and where messages occupy both ranks, as on processes that share a CPU (>> sends
     F0>>F1>>  <<B0..F2>><<B1..    <<B2..
       <<F0B0..>><<F1B1..>><<F2B2..>>
 
-With replicas, several ranks run one stage, each its own microbatches; the sum of their gradients (=) starts when the stage's last
-backward is done. Not here: what an action or a message costs, memory, and the order of anything.
+Where a backward is in two parts, W is a part of its seconds, and B the rest. With replicas, several ranks run one stage, each its
+own microbatches; the sum of their gradients (=) starts when the stage's last backward is done. Not here: what an action or a
+message costs, memory, and the order of anything.
 """
 
 from __future__ import annotations
@@ -59,13 +60,15 @@ class Timing:
 
 
 def timing(
-    schedule: Schedule, *, forward: Sequence[float], backward: Sequence[float], forward_transfer: Sequence[float] = (),
-    backward_transfer: Sequence[float] = (), reduce: Sequence[float] = (), overlap: bool = True,
+    schedule: Schedule, *, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float] = (),
+    forward_transfer: Sequence[float] = (), backward_transfer: Sequence[float] = (), reduce: Sequence[float] = (),
+    overlap: bool = True,
 ) -> Timing:  # fmt: skip
     """Walk the schedule. All costs in seconds.
 
     Args:
         forward, backward: of one microbatch on each stage.
+        weight: of these backwards the part that makes the weights' gradients; left out: half.
         forward_transfer, backward_transfer: of one message over each border (border i lies between the stages i and i + 1);
             left out: 0. On one rank there is no message.
         reduce: of the sum of gradients over the ranks of each stage; left out: 0.
@@ -74,7 +77,12 @@ def timing(
     Raises DeadlockError where the schedule waits for itself.
     """
     stages = schedule.stages
-    costs: Costs = {"F": _numbers(forward, stages, "forward"), "B": _numbers(backward, stages, "backward")}
+    backward = _numbers(backward, stages, "backward")
+    weight = _numbers(weight or [seconds / 2 for seconds in backward], stages, "weight")
+    for stage, (part, whole) in enumerate(zip(weight, backward, strict=True)):
+        if part > whole:
+            raise CompileError(f"weight[{stage}] is {part} s, more than backward[{stage}], of which it is a part: {whole} s")
+    costs: Costs = {"F": _numbers(forward, stages, "forward"), "B": backward, "W": weight}
     messages: Costs = {
         "F": _numbers(forward_transfer or [0.0] * (stages - 1), stages - 1, "forward_transfer"),
         "B": _numbers(backward_transfer or [0.0] * (stages - 1), stages - 1, "backward_transfer"),
@@ -94,6 +102,7 @@ class _Walk:
         self.stages, self.costs, self.messages, self.overlap = schedule.stages, costs, messages, overlap
         self.rank_of = {action: rank for rank, actions in enumerate(schedule.ranks) for action in actions}
         self.with_stage = any(a.stage != rank for rank, actions in enumerate(schedule.ranks) for a in actions)
+        self.split = schedule.split
         self.free = [0.0] * len(schedule.ranks)
         self.ranks: list[list[Interval]] = [[] for _ in schedule.ranks]
         self.starts: dict[Action, float] = {}
@@ -105,10 +114,16 @@ class _Walk:
             if need in self.ends:
                 self.take(rank, self.ends[need], 0.0 if self.rank_of[need] == rank else self.message(need))
         self.starts[action] = self.free[rank]
-        self.occupy(rank, show(action, self.with_stage), self.costs[action.phase][action.stage])
+        self.occupy(rank, show(action, self.with_stage), self.seconds(action))
         self.ends[action] = self.free[rank]
         if not self.overlap:
             self.occupy(rank, ">", self.message(action))
+
+    def seconds(self, action: Action) -> float:
+        """That it takes by itself."""
+        seconds = self.costs[action.phase][action.stage]
+        is_part = action.phase == "B" and (action.stage, action.microbatch) in self.split
+        return seconds - self.costs["W"][action.stage] if is_part else seconds
 
     def take(self, rank: int, made: float, message: float) -> None:
         """Wait until a value is here that was made at a certain time."""
@@ -120,6 +135,8 @@ class _Walk:
 
     def message(self, action: Action) -> float:
         """Seconds of the message with what an action gives; 0 where its reader is on the same rank, or nowhere."""
+        if action.phase == "W":
+            return 0.0
         step = 1 if action.phase == "F" else -1
         reader = Action(action.phase, action.stage + step, action.microbatch)
         if self.rank_of.get(reader, self.rank_of[action]) == self.rank_of[action]:
@@ -136,7 +153,7 @@ class _Walk:
         """Add up each stage's gradients over its ranks: from the last stage's on, one after the other on each rank."""
         link = [0.0] * len(self.free) if self.overlap else self.free
         for stage in reversed([stage for stage in range(self.stages) if seconds[stage]]):
-            backward = [action for action in self.ends if action.phase == "B" and action.stage == stage]
+            backward = [action for action in self.ends if action.phase != "F" and action.stage == stage]
             ranks = {self.rank_of[action] for action in backward}
             start = max((*(self.ends[action] for action in backward), *(link[rank] for rank in ranks)), default=0.0)
             for rank in ranks:

@@ -13,7 +13,7 @@ from pdcompiler.core.errors import CompileError, DeadlockError
 from pdcompiler.core.schedule import Action, Schedule, parse_action, show
 from pdcompiler.passes.schedules.named import SCHEDULES, one_f_one_b, replicated
 
-ACTIONS = re.compile(r"( *[FB]\d+(@\d+)?)+ *")
+ACTIONS = re.compile(r"( *[FBW]\d+(@\d+)?)+ *")
 
 
 def drawing(text: str | None) -> Schedule:
@@ -49,7 +49,9 @@ def test_whole_pipelines_stand_on_ranks_of_their_own() -> None:
 
 
 def test_the_drawing_of_the_text_form_is_1f1b() -> None:
-    assert drawing(core.__doc__) == one_f_one_b(3, 4)
+    first, second = (core.__doc__ or "").split("A backward may be in two parts")
+    assert drawing(first) == one_f_one_b(3, 4)
+    assert drawing(second).check().split == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 def test_1f1b_of_more_stages_than_microbatches() -> None:
@@ -79,7 +81,7 @@ def test_the_name_does_not_count_in_comparisons() -> None:
 
 @pytest.mark.parametrize("word", ["X0", "F", "f0", "F-1", "F0@", "F0@x", "F0,", "F0@1@2"])
 def test_what_is_no_action_is_refused_with_its_rank(word: str) -> None:
-    with pytest.raises(CompileError, match=rf"^schedule, rank 1: '{re.escape(word)}' is no action; expected F or B"):
+    with pytest.raises(CompileError, match=rf"^schedule, rank 1: '{re.escape(word)}' is no action; expected F, B or W"):
         Schedule.parse(f"F0 B0\nF0 {word}")
 
 
@@ -93,6 +95,9 @@ def test_what_is_no_action_is_refused_with_its_rank(word: str) -> None:
         ("F0 F0 B0", "rank 0, position 1: F0@0 stands twice"),
         ("F0 B0 B0", "rank 0, position 2: B0@0 stands twice"),
         ("B0 F0", "rank 0, position 0: B0@0 stands before its forward"),
+        ("F0 W0 B0", "rank 0, position 1: W0@0 stands before its backward (B)"),
+        ("F0@0 B0@0\nF1@0 B1@0 W0@0", "rank 1, position 2: W0@0: its backward (B) is on rank 0, where what it saved is"),
+        ("F0 B0 W0 W0", "rank 0, position 3: W0@0 stands twice"),
         ("F0 B0 F1", "the schedule lacks B1 on stage 0"),
         ("F0 B0 F2 B2", "the schedule lacks F1 on stage 0"),
         ("F0 F1 B0 B1\nF0 B0", "the schedule lacks F1 on stage 1"),

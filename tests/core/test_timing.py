@@ -39,6 +39,18 @@ def test_figures() -> None:
     assert result.starts[Action("B", 1, 0)] == 2 and result.ends[Action("B", 1, 0)] == 4
 
 
+def test_a_backward_in_two_parts_lets_the_stage_before_begin_earlier() -> None:
+    """The first backward of stage 1 whole, the second in two parts, of which W takes a second of three."""
+    schedule = Schedule.parse("F0 F1 B0 B1\nF0 B0 F1 B1 W1")
+    assert draw(timing(schedule, forward=[1, 1], backward=[1, 3], weight=[1, 1])) == drawn("""
+        F0F1      B0    B1
+          F0B0....F1B1..W1
+    """)
+    assert timing(schedule, forward=[1, 1], backward=[2, 2]).ends[Action("B", 1, 1)] == 6, "W is half of it"
+    with pytest.raises(CompileError, match=r"weight\[1\] is 4 s, more than backward\[1\], of which it is a part: 3 s"):
+        timing(schedule, forward=[1, 1], backward=[1, 3], weight=[1, 4])
+
+
 REPLICATED = Schedule.parse("""
     F0@0 F2@0 B0@0 B2@0
     F1@0 F3@0 B1@0 B3@0
