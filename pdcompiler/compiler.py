@@ -55,6 +55,7 @@ from pdcompiler.passes.stages.keep_layouts import keep_layouts
 from pdcompiler.passes.stages.localize_cheap_values import localize_cheap_values
 from pdcompiler.passes.stages.place_gradients import place_gradients
 from pdcompiler.passes.stages.split_shared_gradients import split_shared_gradients
+from pdcompiler.passes.stages.split_weight_gradients import split_weight_gradients
 from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
 from pdcompiler.passes.tracing.trace import capture_joint
@@ -79,6 +80,10 @@ class Request:
     """Of each stage; None: one each."""
     ticks: Ticks | None = None
     """Of a schedule without flushes."""
+    stages: int | None = None
+    """How many, where ranks run several; None: one a rank, or a replica of one."""
+    splits: bool = False
+    """Whether the schedule runs backwards in two parts."""
 
 
 def trace_model(request: Request, batch: Batch, *, rows: int, symbolic: bool, gradients: bool) -> Trace:
@@ -106,7 +111,7 @@ def choose_partition(request: Request, trace: Trace, rows: int) -> Partition:
 
 
 def _partition(request: Request, trace: Trace, rows: int) -> Partition:
-    machine = request.machine.take(request.world_size)
+    machine = request.machine.take(request.world_size).parted(request.stages or request.world_size)
     if isinstance(request.partition, Partition):
         check_given(request, request.partition, trace, machine, rows)
         return request.partition
@@ -157,6 +162,8 @@ def stage_trace(request: Request, trace: Trace, partition: Partition, rows: int)
         keep_layouts,
     ]
     staged = cut_stages(run_passes(trace, passes, verify_trace, request.watch), partition)
+    if request.splits:
+        split_weight_gradients(staged, rows)
     verify_staged(staged)
     return staged
 

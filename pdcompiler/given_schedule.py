@@ -19,6 +19,13 @@ Placed = tuple[tuple[int, ...], int]
 """Replicas of each stage, and whole pipelines."""
 
 
+def stages_of(schedule: str | Schedule | Asynchronous) -> int | None:
+    """How many stages a schedule has, where its ranks run several; else None."""
+    if isinstance(schedule, Schedule) and any(schedule.ranks) and schedule.stages > len(schedule.ranks):
+        return schedule.stages
+    return None
+
+
 def is_automatic(microbatches: Any, schedule: str | Schedule | Asynchronous, has_example: bool) -> bool:
     """Whether the planner chooses the number of microbatches."""
     if microbatches != "auto":
@@ -93,6 +100,8 @@ def _checked(schedule: Schedule, placed: Placed, microbatches: Any) -> Schedule:
     replicas, pipelines = placed
     stages, world_size = len(replicas), sum(replicas) * pipelines
     schedule.check()
+    if stages_of(schedule) == stages:
+        world_size = len(schedule.ranks)
     if microbatches not in (None, schedule.microbatches):
         raise CompileError(f"the schedule is for {schedule.microbatches} microbatches, microbatches is {microbatches}")
     if len(schedule.ranks) != world_size or schedule.stages != stages:

@@ -26,9 +26,12 @@ from torch import fx
 
 from pdcompiler.core import ops
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.ir import Program, Stage, Step
+from pdcompiler.core.ir import Function, Program, Stage, Step
 from pdcompiler.core.program_writer import Note, ProgramWriter, note_of
 from pdcompiler.core.schedule import Action, Schedule
+
+OWN = ("saved", "kept", "gradients")
+"""Values that every stage has, under the same name."""
 
 
 def lower_schedule(step: Step, schedule: Schedule, replicas: Mapping[int, tuple[int, ...]] | None = None) -> Program:
@@ -73,19 +76,30 @@ class _Lowering:
         """Call one function of one stage for one microbatch, and name what it gives."""
         stage, m = action.stage, action.microbatch
         part = self.step.microbatches[m].staged.stages[stage]
-        function = part.forward if action.phase == "F" else part.backward
+        function, which = self._function(part, action)
         if function is None:
-            self._accumulate(part, None, rank, m)
+            if action.phase == "B":
+                self._accumulate(part, action.phase, rank, m)
             return
         note = note_of(rank, stage, m, action.phase)
-        call = self.writer.stage_call(function, [self._take(name, part, note) for name in function.takes], note)
+        call = self.writer.stage_call(function, [self._take(name, part, note) for name in function.takes], note, which)
         for place, name in enumerate(function.gives):
             node = self.writer.result(call, place, name, part, self.step.microbatches[m].rows, note)
             if name == "buffers":
                 self.buffers[stage, rank] = node
             else:
-                self.values[f"{name}@{stage}" if name in ("saved", "gradients") else name, m] = node
-        self._accumulate(part, action.phase, rank, m)
+                self.values[f"{name}@{stage}" if name in OWN else name, m] = node
+        if action.phase == "F" or which != "_input":
+            self._accumulate(part, action.phase, rank, m)
+
+    def _function(self, part: Stage, action: Action) -> tuple[Function | None, str]:
+        """What an action calls, with the end of its name: a backward in two parts where the schedule has it and it falls apart;
+        if not, B runs all of it and W nothing."""
+        if action.phase == "F":
+            return part.forward, ""
+        if part.parts is None or (action.stage, action.microbatch) not in self.schedule.split:
+            return (part.backward if action.phase == "B" else None), ""
+        return (part.parts.input, "_input") if action.phase == "B" else (part.parts.weight, "_weight")
 
     def _take(self, name: str, part: Stage, note: Note) -> Any:
         stage, m = note["stage"], note["microbatch"]
@@ -95,7 +109,7 @@ class _Lowering:
         if name == "buffers":
             return self._buffers_of(stage, m, note)
         given = self.writer.of_batch(name, part, plan, self.step.dims, note)
-        return self.values[f"saved@{stage}" if name == "saved" else name, m] if given is None else given
+        return self.values[f"{name}@{stage}" if name in OWN else name, m] if given is None else given
 
     def _buffers_of(self, stage: int, m: int, note: Note) -> fx.Node:
         """The newest values for a forward; for a backward, those that the forward of its microbatch saw."""
@@ -104,8 +118,8 @@ class _Lowering:
             self.values[f"buffers@{stage}", m] = newest
         return self.values.get((f"buffers@{stage}", m), newest)
 
-    def _accumulate(self, part: Stage, phase: str | None, rank: int, m: int) -> None:
-        note = note_of(rank, part.index, m, phase or "B")
+    def _accumulate(self, part: Stage, phase: str, rank: int, m: int) -> None:
+        note = note_of(rank, part.index, m, phase)
         plan = self.step.microbatches[m]
         loss = self.values.get((plan.staged.loss, m)) if plan.staged.loss else None
         if loss is not None and plan.counts and loss.meta["stage"] == part.index and phase == "F":

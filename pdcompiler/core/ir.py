@@ -117,13 +117,24 @@ class Trace(Readable):
 class Function:
     """A stage's forward or backward: a graph whose placeholders and outputs are named values.
 
-    Names with a meaning of their own: weights, buffers, saved, rows, loss_weight among `takes`; saved, buffers (the new
-    values), gradients among `gives`. All others are values that cross stages, model inputs, the loss or outputs.
+    Names with a meaning of their own: weights, buffers, saved, kept, rows, loss_weight among `takes`; saved, kept, buffers (the
+    new values), gradients among `gives`. All others are values that cross stages, model inputs, the loss or outputs.
     """
 
     module: fx.GraphModule
     takes: tuple[str, ...]
     gives: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BackwardParts:
+    """A backward in two parts. input: gives the gradients of the stage's inputs, and `kept`.   weight: takes `kept`, gives
+    `gradients`.   kept_bytes: of `kept`, for a microbatch.   plain_bytes: what it would be without a minimum cut."""
+
+    input: Function
+    weight: Function
+    kept_bytes: float
+    plain_bytes: float
 
 
 @dataclass
@@ -132,7 +143,8 @@ class Stage(Readable):
 
     parameters, buffers: canonical names, the order of the `weights` and `buffers` tuples.   gradients: parameters in the
     order of backward's gradients.   written: the buffers that forward gives new values for.   batch: value names of model
-    inputs to the batch's tensors.   types: of the values that it takes and gives.
+    inputs to the batch's tensors.   types: of the values that it takes and gives.   parts: of the backward, where the schedule
+    runs it in two and it falls apart.
     """
 
     index: int
@@ -145,6 +157,7 @@ class Stage(Readable):
     written: tuple[str, ...]
     batch: dict[str, str]
     types: dict[str, ValueType]
+    parts: BackwardParts | None = None
 
 
 @dataclass(frozen=True)
@@ -183,7 +196,7 @@ class Step:
     outputs: str = "none"
 
 
-RESERVED = ("weights", "buffers", "saved", "rows", "loss_weight", "loss_weights", "gradients", "self")
+RESERVED = ("weights", "buffers", "saved", "kept", "rows", "loss_weight", "loss_weights", "gradients", "self")
 """Names that a value of the model may not have, see Function."""
 
 
