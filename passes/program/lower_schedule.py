@@ -38,6 +38,7 @@ def lower_schedule(step: Step, schedule: Schedule, replicas: Mapping[int, tuple[
     """The program of one step. `step` says what is computed for each microbatch, `schedule` in which order.   replicas: the ranks
     of each stage, where some of them have nothing to run in this step."""
     _check_variants(step)
+    _check_buffers(step, schedule)
     lowering = _Lowering(step, schedule, replicas or schedule.replicas)
     for rank, action in schedule.order():
         lowering.action(rank, action)
@@ -54,6 +55,21 @@ def _check_variants(step: Step) -> None:
                     f"stage {one.index} has other gradients or buffers for {plan.rows} rows than for {step.microbatches[0].rows}",
                     ways_out=("a batch whose microbatches have equal rows",),
                 )
+
+
+def _check_buffers(step: Step, schedule: Schedule) -> None:
+    """What forwards write into buffers (BatchNorm's statistics) depends on their order, which is that of the microbatches."""
+    writing = {stage.index: stage.written[0] for stage in step.microbatches[0].staged.stages if stage.written}
+    for rank, actions in enumerate(schedule.ranks):
+        latest: dict[int, int] = {}
+        for action in [a for a in actions if a.phase == "F" and a.stage in writing]:
+            if (before := latest.get(action.stage, -1)) > action.microbatch:
+                raise CompileError(
+                    f"rank {rank} runs the forward of microbatch {before} before that of {action.microbatch} on stage "
+                    f"{action.stage}, whose forwards update {writing[action.stage]}: that would not be what a loop gives",
+                    ways_out=("a schedule with these forwards in the order of the microbatches", "pipe.eval(): no updates"),
+                )
+            latest[action.stage] = action.microbatch
 
 
 class _Lowering:

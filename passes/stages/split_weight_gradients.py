@@ -11,17 +11,20 @@ The first part is what the gradients of the stage's inputs need; `kept` is what 
 `saved` and of the gradients that came in, so that all else is free in between. Integers and views of weights are made again.
 Where the second part begins later, at a minimum cut over the bytes of `kept`, a sum over rows may be made early (of RMSNorm's two
 activations one small vector is left); that is done where it saves a tenth of them or more. Products stay in the second part. A
-backward that gives no input's gradient, or no weight's, is left whole. Not here: when each part runs (the schedule).
+backward that gives no input's gradient, or no weight's, is left whole. A convolution's backward, one operation for both, becomes
+two. Not here: when each part runs (the schedule).
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import networkx
+import torch
 from torch import fx
 
 from pdcompiler.core.ir import BackwardParts, Function, Staged, ValueType, is_integer, type_of
@@ -45,10 +48,11 @@ def split_weight_gradients(staged: Staged, rows: int) -> Staged:
 
 def split(backward: Function, at_hand: Sequence[str], rows: int) -> BackwardParts | None:
     """The two parts of one backward; None where it is left whole. at_hand: the names that both may take."""
-    outputs: Any = backward.module.graph.output_node().args[0]
+    graph = _without_double_products(backward.module.graph)
+    outputs: Any = graph.output_node().args[0]
     given = dict(zip(backward.gives, outputs, strict=True))
     gradients = given.pop("gradients", ())
-    splitter = _Splitter(backward, at_hand, rows)
+    splitter = _Splitter(graph, backward.module, at_hand, rows)
     first = splitter.with_items(splitter.ancestors(given.values()))
     if not given or all(node in first for node in gradients):
         return None
@@ -62,12 +66,27 @@ def split(backward: Function, at_hand: Sequence[str], rows: int) -> BackwardPart
     return BackwardParts(splitter.build("Input", results), weight, least, plain)
 
 
-class _Splitter:
-    """One backward's graph."""
+def _without_double_products(graph: fx.Graph) -> fx.Graph:
+    """A copy in which no product makes the gradients of an input and of a weight at once."""
+    graph = copy.deepcopy(graph)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default):
+        mask: Any = node.args[-1]
+        if mask[0] and any(mask[1:]):
+            with graph.inserting_after(node):
+                second = graph.node_copy(node)
+            second.args = (*node.args[:-1], [False, *mask[1:]])
+            node.args = (*node.args[:-1], [True, False, False])
+            for item in [user for user in node.users if user.args[1] != 0]:
+                item.replace_input_with(node, second)
+    return graph
 
-    def __init__(self, backward: Function, at_hand: Sequence[str], rows: int) -> None:
-        self.backward, self.at_hand, self.rows = backward, at_hand, rows
-        self.nodes = list(backward.module.graph.nodes)
+
+class _Splitter:
+    """One backward's graph. owner: holds its constants."""
+
+    def __init__(self, graph: fx.Graph, owner: fx.GraphModule, at_hand: Sequence[str], rows: int) -> None:
+        self.owner, self.at_hand, self.rows = owner, at_hand, rows
+        self.nodes = list(graph.nodes)
         self.order = {node: place for place, node in enumerate(self.nodes)}
 
     def ancestors(self, wanted: Iterable[fx.Node], stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
@@ -171,8 +190,7 @@ class _Splitter:
             if node in needed and node not in copies:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(replaced(list(given.values()), copies)))
-        owner = self.backward.module
-        root = {str(node.target): getattr(owner, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
-        module = fx.GraphModule(root, graph, f"{type(owner).__name__}{name}")
+        root = {str(node.target): getattr(self.owner, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
+        module = fx.GraphModule(root, graph, f"{type(self.owner).__name__}{name}")
         takes = [str(node.target) for node in placeholders] + (["kept"] if kept else [])
         return Function(module, tuple(takes), tuple(given))
