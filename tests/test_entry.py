@@ -48,7 +48,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "world size 0": ({"world_size": 0}, "world_size is 0, expected 1 or more"),
     "unknown schedule": (
         {"schedule": "1b1f"},
-        "there is no schedule '1b1f'\n  try: one of ['1f1b', 'gpipe', 'pipedream', 'pipedream-2bw']\n  try: a Schedule",
+        "there is no schedule '1b1f'\n  try: one of ['1f1b', 'dualpipe-v', 'gpipe', 'interleaved', 'pipedream', 'pipedream-2bw', "
+        "'zb-h1', 'zb-h2', 'zb-v']\n  try: a Schedule",
     ),
     "schedule for another number of ranks": (
         {"schedule": Schedule.parse("F0 B0\nF0 B0\nF0 B0")}, "the schedule is for 3 ranks and 3 stages, world_size is 2",
