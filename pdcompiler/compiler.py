@@ -80,8 +80,8 @@ class Request:
     """Of each stage; None: one each."""
     ticks: Ticks | None = None
     """Of a schedule without flushes."""
-    stages: int | None = None
-    """How many, where ranks run several; None: one a rank, or a replica of one."""
+    ranks: tuple[int, ...] = ()
+    """Of each stage, where ranks run several; empty: a stage or a replica of one a rank."""
     splits: bool = False
     """Whether the schedule runs backwards in two parts."""
 
@@ -111,10 +111,10 @@ def choose_partition(request: Request, trace: Trace, rows: int) -> Partition:
 
 
 def _partition(request: Request, trace: Trace, rows: int) -> Partition:
-    machine = request.machine.take(request.world_size).parted(request.stages or request.world_size)
+    machine = request.machine.take(request.world_size).parted(len(request.ranks) or request.world_size)
     if isinstance(request.partition, Partition):
         check_given(request, request.partition, trace, machine, rows)
-        return request.partition
+        return replace(request.partition, ranks=request.ranks)
     problem = make_problem(trace, machine, rows)
     if request.partition is None and (request.replicas is None or set(request.replicas) == {1}):
         found = straight_plan(problem.workload, machine, request.training)
@@ -129,7 +129,7 @@ def _partition(request: Request, trace: Trace, rows: int) -> Partition:
     if request.ticks is not None:
         found = at_depths(found, request.ticks, machine)
         check_memory(found.evaluation, problem.workload, machine, request.training)
-    return explained(request.model, trace, problem, found, machine, request.training)
+    return replace(explained(request.model, trace, problem, found, machine, request.training), ranks=request.ranks)
 
 
 def check_given(request: Request, partition: Partition, trace: Trace, machine: Machine, rows: int) -> None:

@@ -22,7 +22,16 @@ from pdcompiler.core.pass_manager import Watch
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.ticks import Ticks
 from pdcompiler.given_partition import read_partition, read_replicas
-from pdcompiler.given_schedule import Placed, evaluation_schedule, is_automatic, read_schedule, read_ticks, stages_of, training_of
+from pdcompiler.given_schedule import (
+    Placed,
+    evaluation_schedule,
+    is_automatic,
+    placement,
+    read_schedule,
+    read_ticks,
+    stages_of,
+    training_of,
+)
 from pdcompiler.holdings import Initialize
 from pdcompiler.microbatches import best_microbatches
 from pdcompiler.optimizers import MakeOptimizer
@@ -97,8 +106,8 @@ def compile(
     on_cuda = (held_on or next(iter(model.parameters()), torch.empty(0)).device).type == "cuda"
     chosen, training = _machine(machine, world_size), training_of(ticks or flushing)
     request = Request(
-        model, world_size, loss_fn, chosen, given, not on_cuda, held_on, watch, training, placed[0], ticks, several,
-        bool(flushing.split),
+        model, world_size, loss_fn, chosen, given, not on_cuda, held_on, watch, training, placed[0], ticks,
+        placement(flushing), bool(flushing.split),
     )  # fmt: skip
     if automatic:
         batch = read_batch(model, example_args, example_kwargs or {}, example_target, batch_dims)

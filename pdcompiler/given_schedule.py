@@ -37,6 +37,11 @@ def stages_of(schedule: str | Schedule | Asynchronous, world_size: int, stages_p
     return None
 
 
+def placement(schedule: Schedule) -> tuple[int, ...]:
+    """The rank of each stage, where ranks run several; else empty."""
+    return tuple(ranks[0] for ranks in schedule.replicas.values()) if schedule.stages > len(schedule.ranks) else ()
+
+
 def is_automatic(microbatches: Any, schedule: str | Schedule | Asynchronous, has_example: bool) -> bool:
     """Whether the planner chooses the number of microbatches."""
     if microbatches != "auto":
@@ -53,7 +58,7 @@ def is_automatic(microbatches: Any, schedule: str | Schedule | Asynchronous, has
 def read_schedule(schedule: str | Schedule, placed: Placed, microbatches: Any, world_size: int | None = None) -> Schedule:
     """A schedule that flushes: by its name, or the user's own. world_size: of one with several stages a rank."""
     if isinstance(schedule, Schedule):
-        return _checked(schedule, placed, microbatches)
+        return _checked(schedule, placed, microbatches, world_size)
     if schedule in SEVERAL and world_size is not None:
         count = _count(2 * world_size if microbatches is None else microbatches)
         if schedule == "interleaved":
@@ -112,12 +117,10 @@ def _count(microbatches: Any) -> int:
     return microbatches
 
 
-def _checked(schedule: Schedule, placed: Placed, microbatches: Any) -> Schedule:
+def _checked(schedule: Schedule, placed: Placed, microbatches: Any, world_size: int | None) -> Schedule:
     replicas, pipelines = placed
-    stages, world_size = len(replicas), sum(replicas) * pipelines
+    stages, world_size = len(replicas), world_size or sum(replicas) * pipelines
     schedule.check()
-    if stages_of(schedule, world_size) == stages:
-        world_size = len(schedule.ranks)
     if microbatches not in (None, schedule.microbatches):
         raise CompileError(f"the schedule is for {schedule.microbatches} microbatches, microbatches is {microbatches}")
     if len(schedule.ranks) != world_size or schedule.stages != stages:
