@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 
-from pdcompiler.core.list_schedule import Task, list_schedule
 from pdcompiler.core.schedule import Action, Schedule
 
 
@@ -56,30 +55,36 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
     F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
     """
-    ranks = []
-    for s, whole in enumerate(one_f_one_b(stages, microbatches).ranks):
-        actions: list[Action] = []
-        for action in whole:
-            actions.append(action)
-            if action.phase == "B" and action.microbatch >= s:
-                actions.append(Action("W", s, action.microbatch - s))
-        actions += [Action("W", s, m) for m in range(max(microbatches - s, 0), microbatches)]
-        ranks.append(tuple(actions))
-    return Schedule(tuple(ranks), "zb-h1")
+    return _one_f_one_b_with_late_weights(stages, microbatches, 1, "zb-h1")
 
 
 def zb_h2(stages: int, microbatches: int) -> Schedule:
     """Twice as many forwards first, so that no rank waits between its first forward and its last gradient, where F, B and W take
-    equally long and there are 2 stages - 1 microbatches or more (Qi et al., 2023, ZB-H2). Each rank keeps at most 2 stages - 1.
+    equally long and there are 2 stages - 1 microbatches or more (Qi et al., 2023, ZB-H2). Stage s is 2 s weights' gradients
+    behind; each rank keeps at most 2 stages - 1.
 
     F0 F1 F2 F3 B0 W0 B1 W1 B2 W2 B3 W3
-    F0 F1 F2 B0 F3 B1 W0 B2 W1 B3 W2 W3
+    F0 F1 F2 B0 F3 B1 B2 W0 B3 W1 W2 W3
     F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3
     """
-    task = Task(
-        tuple(range(stages)), microbatches, (2 * stages - 1,) * stages, tuple(2 * (stages - s) - 1 for s in range(stages))
-    )  # fmt: skip
-    return list_schedule(task, "zb-h2")
+    return _one_f_one_b_with_late_weights(stages, microbatches, 2, "zb-h2")
+
+
+def _one_f_one_b_with_late_weights(stages: int, microbatches: int, depth: int, name: str) -> Schedule:
+    """1f1b with `depth` forwards first for each later stage, and as many weights' gradients late for each earlier one; one
+    after each backward once no forward is left. A stage is always equally far ahead of its backwards: the orders of stages of
+    different pipelines fit together (`replicated`), where those found by walking may wait for each other."""
+    ranks = []
+    for s in range(stages):
+        ahead, weights = depth * (stages - 1 - s), [Action("W", s, m) for m in range(microbatches)]
+        actions = [Action("F", s, m) for m in range(min(ahead, microbatches))]
+        for m in range(microbatches):
+            has_forward = ahead + m < microbatches
+            actions += [Action("F", s, ahead + m)] if has_forward else []
+            actions.append(Action("B", s, m))
+            actions += [weights.pop(0)] if m >= depth * s or not has_forward else []
+        ranks.append((*actions, *weights))
+    return Schedule(tuple(ranks), name)
 
 
 def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:

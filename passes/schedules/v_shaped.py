@@ -36,6 +36,8 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     most = max(microbatches, 2 * ranks - 1)
     steps = [_zb_v_steps(rank, ranks, most) for rank in range(ranks)]
     full = Schedule(tuple(_emit(own, rank, ranks, most) for rank, own in enumerate(steps)), "zb-v")
+    if microbatches == most:
+        return full
     own = full.without(action for action in full if action.microbatch >= microbatches)
     rank_of = (*range(ranks), *reversed(range(ranks)))
     walked = list_schedule(Task(rank_of, microbatches, (2 * ranks,) * ranks), "zb-v")

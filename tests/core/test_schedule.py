@@ -11,7 +11,8 @@ import pytest
 from pdcompiler.core import schedule as core
 from pdcompiler.core.errors import CompileError, DeadlockError
 from pdcompiler.core.schedule import Action, Schedule, parse_action, show
-from pdcompiler.passes.schedules.named import SCHEDULES, one_f_one_b, replicated
+from pdcompiler.passes.schedules.named import SCHEDULES, interleaved, one_f_one_b, replicated
+from pdcompiler.passes.schedules.v_shaped import dualpipe_v, zb_v
 
 ACTIONS = re.compile(r"( *[FBW]\d+(@\d+)?)+ *")
 
@@ -25,6 +26,11 @@ def drawing(text: str | None) -> Schedule:
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in SCHEDULES.items()])
 def test_a_named_schedule_draws_itself(make: Callable[[int, int], Schedule]) -> None:
     assert drawing(make.__doc__) == make(3, 4)
+
+
+@pytest.mark.parametrize("make", [interleaved, zb_v, dualpipe_v])
+def test_a_schedule_of_two_stages_a_rank_draws_itself(make: Callable[[int, int], Schedule]) -> None:
+    assert drawing(make.__doc__) == make(2, 4)
 
 
 def test_a_schedule_of_replicated_stages_draws_itself() -> None:
@@ -42,6 +48,14 @@ def test_microbatch_i_runs_on_replica_i_mod_replicas_of_every_stage(name: str, p
             for stage, ranks in schedule.replicas.items():
                 assert len(ranks) == pipelines * replicas[stage]
                 assert all(where[Action("F", stage, m)] == ranks[m % len(ranks)] for m in range(microbatches))
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_replicas_of_a_middle_stage_do_not_wait_for_its_neighbours_for_ever(name: str) -> None:
+    """Their orders are of pipelines of other depths: where a stage falls behind in its own, another waits for it."""
+    for replicas in [(1, 2, 1), (1, 3, 1), (1, 1, 2, 1), (2, 1, 3, 1), (1, 2, 3, 5), (5, 1, 2, 1)]:
+        for microbatches in range(max(replicas), 26):
+            replicated(name, replicas, microbatches).check()
 
 
 def test_whole_pipelines_stand_on_ranks_of_their_own() -> None:
