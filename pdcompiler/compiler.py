@@ -55,6 +55,7 @@ from pdcompiler.passes.stages.keep_layouts import keep_layouts
 from pdcompiler.passes.stages.localize_cheap_values import localize_cheap_values
 from pdcompiler.passes.stages.place_gradients import place_gradients
 from pdcompiler.passes.stages.split_shared_gradients import split_shared_gradients
+from pdcompiler.passes.stages.split_weight_gradients import split_weight_gradients
 from pdcompiler.passes.tracing.annotate_costs import annotate_costs
 from pdcompiler.passes.tracing.read_trace import read_trace
 from pdcompiler.passes.tracing.trace import capture_joint
@@ -79,6 +80,10 @@ class Request:
     """Of each stage; None: one each."""
     ticks: Ticks | None = None
     """Of a schedule without flushes."""
+    ranks: tuple[int, ...] = ()
+    """Of each stage, where ranks run several; empty: a stage or a replica of one a rank."""
+    splits: bool = False
+    """Whether the schedule runs backwards in two parts."""
 
 
 def trace_model(request: Request, batch: Batch, *, rows: int, symbolic: bool, gradients: bool) -> Trace:
@@ -106,10 +111,10 @@ def choose_partition(request: Request, trace: Trace, rows: int) -> Partition:
 
 
 def _partition(request: Request, trace: Trace, rows: int) -> Partition:
-    machine = request.machine.take(request.world_size)
+    machine = request.machine.take(request.world_size).parted(len(request.ranks) or request.world_size)
     if isinstance(request.partition, Partition):
         check_given(request, request.partition, trace, machine, rows)
-        return request.partition
+        return replace(request.partition, ranks=request.ranks)
     problem = make_problem(trace, machine, rows)
     if request.partition is None and (request.replicas is None or set(request.replicas) == {1}):
         found = straight_plan(problem.workload, machine, request.training)
@@ -124,7 +129,7 @@ def _partition(request: Request, trace: Trace, rows: int) -> Partition:
     if request.ticks is not None:
         found = at_depths(found, request.ticks, machine)
         check_memory(found.evaluation, problem.workload, machine, request.training)
-    return explained(request.model, trace, problem, found, machine, request.training)
+    return replace(explained(request.model, trace, problem, found, machine, request.training), ranks=request.ranks)
 
 
 def check_given(request: Request, partition: Partition, trace: Trace, machine: Machine, rows: int) -> None:
@@ -157,6 +162,8 @@ def stage_trace(request: Request, trace: Trace, partition: Partition, rows: int)
         keep_layouts,
     ]
     staged = cut_stages(run_passes(trace, passes, verify_trace, request.watch), partition)
+    if request.splits:
+        split_weight_gradients(staged, rows)
     verify_staged(staged)
     return staged
 

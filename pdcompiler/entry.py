@@ -22,7 +22,16 @@ from pdcompiler.core.pass_manager import Watch
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.ticks import Ticks
 from pdcompiler.given_partition import read_partition, read_replicas
-from pdcompiler.given_schedule import Placed, evaluation_schedule, is_automatic, read_schedule, read_ticks, training_of
+from pdcompiler.given_schedule import (
+    Placed,
+    evaluation_schedule,
+    is_automatic,
+    placement,
+    read_schedule,
+    read_ticks,
+    stages_of,
+    training_of,
+)
 from pdcompiler.holdings import Initialize
 from pdcompiler.microbatches import best_microbatches
 from pdcompiler.optimizers import MakeOptimizer
@@ -40,6 +49,7 @@ def compile(
     loss_fn: LossFunction | None = None,
     schedule: str | Schedule | Asynchronous = "1f1b",
     microbatches: int | Literal["auto"] | None = None,
+    stages_per_rank: int | None = None,
     optimizer: MakeOptimizer | None = None,
     machine: Machine | str | Path | None = None,
     partition: Partition | str | Path | Sequence[str] | None = None,
@@ -56,14 +66,16 @@ def compile(
     Args:
         model: any nn.Module that can be traced; nothing of it is changed. Its parameters are trained in place by whatever
             optimizer the user makes of `pipe.parameters()`. On the meta device, ranks get memory for their own stages only.
-        world_size: the number of ranks: one for each stage, or for each replica of a stage. Under torchrun it must be the
-            launched number.
+        world_size: the number of ranks: one for each stage, for each replica of a stage, or for several stages. Under torchrun it
+            must be the launched number.
         example_args, example_kwargs, example_target: one batch. Left out, the model is compiled at the first step.
         loss_fn: (outputs, target) -> scalar. None: the model's own loss (outputs.loss, outputs["loss"], a scalar output).
-        schedule: "1f1b" or "gpipe", or a Schedule; without flushes "pipedream" or "pipedream-2bw", or an Asynchronous.
+        schedule: "1f1b", "gpipe", "zb-h1", "zb-h2"; of several stages a rank "interleaved", "zb-v", "dualpipe-v"; or a Schedule;
+            without flushes "pipedream" or "pipedream-2bw", or an Asynchronous.
         microbatches: how many a batch is cut into; "auto": as many as make a step of the example batch the fastest, by the
             planner's costs for the machine; None: twice the number of ranks. Of pipedream-2bw: those of one update; pipedream
             has none.
+        stages_per_rank: of "interleaved"; None: 2.
         optimizer: a function of a list of parameters that makes a torch.optim optimizer of them: `pipe.optimizer`. Without
             flushes it must be given, for the update is a part of the step: there is one optimizer for each stage.
         machine: what is compiled for: a Machine, a ready one's name ("h100-servers", ...), or its TOML file; of one with more
@@ -87,15 +99,19 @@ def compile(
     _check_loss(loss_fn)
     automatic = is_automatic(microbatches, schedule, bool(example_args or example_kwargs))
     given = read_partition(partition, model)
-    placed = read_replicas(given, replicas, world_size)
-    flushing, ticks, scales = _schedules(schedule, placed, None if automatic else microbatches, optimizer)
+    several = stages_of(schedule, world_size, stages_per_rank)
+    placed = read_replicas(given, replicas, world_size, several)
+    flushing, ticks, scales = _schedules(schedule, placed, None if automatic else microbatches, optimizer, world_size)
     held_on = _device(model, device)
     on_cuda = (held_on or next(iter(model.parameters()), torch.empty(0)).device).type == "cuda"
     chosen, training = _machine(machine, world_size), training_of(ticks or flushing)
-    request = Request(model, world_size, loss_fn, chosen, given, not on_cuda, held_on, watch, training, placed[0], ticks)
+    request = Request(
+        model, world_size, loss_fn, chosen, given, not on_cuda, held_on, watch, training, placed[0], ticks,
+        placement(flushing), bool(flushing.split),
+    )  # fmt: skip
     if automatic:
         batch = read_batch(model, example_args, example_kwargs or {}, example_target, batch_dims)
-        flushing = read_schedule(flushing.name, placed, best_microbatches(request, batch))
+        flushing = read_schedule(flushing.name, placed, best_microbatches(request, batch), world_size)
         request = replace(request, training=training_of(flushing))
     options = Options(flushing, loss_weight, batch_dims, timeout, init, optimizer, scales)
     pipe = Pipeline(request, options, None if running is None else running[0])
@@ -128,13 +144,13 @@ def _check_loss(loss_fn: LossFunction | None) -> None:
 
 
 def _schedules(
-    schedule: str | Schedule | Asynchronous, placed: Placed, microbatches: Any, optimizer: MakeOptimizer | None
+    schedule: str | Schedule | Asynchronous, placed: Placed, microbatches: Any, optimizer: MakeOptimizer | None, world_size: int
 ) -> tuple[Schedule, Ticks | None, bool]:
     """The one that flushes; the one that does not, which then needs the other to evaluate; whether learning rates are scaled."""
     if isinstance(schedule, str) and schedule in NAMES:
         schedule = Asynchronous(schedule)
     if not isinstance(schedule, Asynchronous):
-        return read_schedule(schedule, placed, microbatches), None, False
+        return read_schedule(schedule, placed, microbatches, world_size), None, False
     if optimizer is None:
         raise CompileError(
             f"{schedule.name} updates the weights inside of a step, and no optimizer was given",

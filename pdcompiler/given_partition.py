@@ -54,15 +54,19 @@ def read_partition(given: Any, model: nn.Module) -> Partition | tuple[str, ...] 
     return partition
 
 
-def read_replicas(partition: Partition | tuple[str, ...] | None, replicas: Any, world_size: int) -> tuple[tuple[int, ...], int]:
+def read_replicas(
+    partition: Partition | tuple[str, ...] | None, replicas: Any, world_size: int, several: int | None = None
+) -> tuple[tuple[int, ...], int]:
     """The replicas of each stage, and how often the whole pipeline is replicated. Raises CompileError where that is not for so
-    many ranks. replicas: the user's, for the stages that module paths begin."""
+    many ranks. replicas: the user's, for the stages that module paths begin.   several: how many stages the schedule has, where
+    each rank runs several."""
+    places = several or world_size
     if isinstance(partition, Partition):
         if replicas is not None:
             raise CompileError("replicas are given, and the partition has its own", ways_out=("leave replicas out",))
         found, pipelines = tuple(stage.replicas for stage in partition.stages), partition.pipelines
     else:
-        stages = world_size if partition is None else len(partition) + 1
+        stages = places if partition is None else len(partition) + 1
         found, pipelines = (1,) * stages if replicas is None else _checked(replicas), 1
         if partition is None and replicas is not None and len(found) > 1:
             ways_out = ("partition: the module paths at which stages begin", "a Partition from pdcompiler plan")
@@ -70,7 +74,13 @@ def read_replicas(partition: Partition | tuple[str, ...] | None, replicas: Any, 
         if partition is not None and len(found) != stages:
             raise CompileError(f"replicas are for {len(found)} stages, the partition has {stages} stages")
     ranks = sum(found) * pipelines
-    if ranks != world_size:
+    if several is not None and (ranks != len(found) or len(found) != several):
+        what = f"{len(found)} stages on {ranks} ranks" if ranks != len(found) else f"{len(found)} stages"
+        raise CompileError(
+            f"the schedule has {several} stages on {world_size} ranks, the partition has {what}",
+            ways_out=(f"a partition of {several} stages, one replica each", "a schedule of one stage a rank: 1f1b, zb-h1"),
+        )
+    if ranks != places:
         what = f"{len(found)} stages" + (f" on {ranks} ranks" if ranks != len(found) else "")
         raise CompileError(f"the partition has {what}, world_size is {world_size}", ways_out=(f"world_size={ranks}",))
     return found, pipelines

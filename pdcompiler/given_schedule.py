@@ -5,7 +5,7 @@ Not here: the schedules themselves (`passes/schedules/named.py`, `core/ticks.py`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdcompiler.core.asynchronous import NAMES, Asynchronous
@@ -13,10 +13,33 @@ from pdcompiler.core.errors import CompileError
 from pdcompiler.core.plan import SCHEDULE_KINDS, Training
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.ticks import Ticks
-from pdcompiler.passes.schedules.named import SCHEDULES, replicated
+from pdcompiler.passes.schedules.named import SCHEDULES, interleaved, replicated
+from pdcompiler.passes.schedules.v_shaped import dualpipe_v, zb_v
 
 Placed = tuple[tuple[int, ...], int]
 """Replicas of each stage, and whole pipelines."""
+
+SEVERAL: dict[str, Callable[[int, int], Schedule]] = {"interleaved": interleaved, "zb-v": zb_v, "dualpipe-v": dualpipe_v}
+"""Of several stages a rank: two, or of interleaved as many as the user says."""
+
+
+def stages_of(schedule: str | Schedule | Asynchronous, world_size: int, stages_per_rank: int | None = None) -> int | None:
+    """How many stages a schedule has, where its ranks run several; else None."""
+    if stages_per_rank is not None and (schedule != "interleaved" or not isinstance(stages_per_rank, int) or stages_per_rank < 1):
+        raise CompileError(
+            f"stages_per_rank is {stages_per_rank!r}, the schedule {schedule if isinstance(schedule, str) else schedule.name!r}",
+            ways_out=('a number of at least 1, for schedule="interleaved"; other schedules have their own',),
+        )
+    if isinstance(schedule, str):
+        return (stages_per_rank or 2) * world_size if schedule in SEVERAL else None
+    if isinstance(schedule, Schedule) and any(schedule.ranks) and schedule.stages > len(schedule.ranks):
+        return schedule.stages
+    return None
+
+
+def placement(schedule: Schedule) -> tuple[int, ...]:
+    """The rank of each stage, where ranks run several; else empty."""
+    return tuple(ranks[0] for ranks in schedule.replicas.values()) if schedule.stages > len(schedule.ranks) else ()
 
 
 def is_automatic(microbatches: Any, schedule: str | Schedule | Asynchronous, has_example: bool) -> bool:
@@ -32,12 +55,17 @@ def is_automatic(microbatches: Any, schedule: str | Schedule | Asynchronous, has
     return True
 
 
-def read_schedule(schedule: str | Schedule, placed: Placed, microbatches: Any) -> Schedule:
-    """A schedule that flushes: by its name, or the user's own."""
+def read_schedule(schedule: str | Schedule, placed: Placed, microbatches: Any, world_size: int | None = None) -> Schedule:
+    """A schedule that flushes: by its name, or the user's own. world_size: of one with several stages a rank."""
     if isinstance(schedule, Schedule):
-        return _checked(schedule, placed, microbatches)
+        return _checked(schedule, placed, microbatches, world_size)
+    if schedule in SEVERAL and world_size is not None:
+        count = _count(2 * world_size if microbatches is None else microbatches)
+        if schedule == "interleaved":
+            return interleaved(world_size, count, len(placed[0]) // world_size)
+        return SEVERAL[schedule](world_size, count)
     if schedule not in SCHEDULES:
-        names = sorted({*SCHEDULES, *NAMES})
+        names = sorted({*SCHEDULES, *SEVERAL, *NAMES})
         raise CompileError(f"there is no schedule {schedule!r}", ways_out=(f"one of {names}", "a Schedule"))
     replicas, pipelines = placed
     count = _count(2 * sum(replicas) * pipelines if microbatches is None else microbatches)
@@ -89,9 +117,9 @@ def _count(microbatches: Any) -> int:
     return microbatches
 
 
-def _checked(schedule: Schedule, placed: Placed, microbatches: Any) -> Schedule:
+def _checked(schedule: Schedule, placed: Placed, microbatches: Any, world_size: int | None) -> Schedule:
     replicas, pipelines = placed
-    stages, world_size = len(replicas), sum(replicas) * pipelines
+    stages, world_size = len(replicas), world_size or sum(replicas) * pipelines
     schedule.check()
     if microbatches not in (None, schedule.microbatches):
         raise CompileError(f"the schedule is for {schedule.microbatches} microbatches, microbatches is {microbatches}")

@@ -207,7 +207,7 @@ class Pipeline:
         for stage, gradients in result.get("gradients", {}).items():
             names = compiled.program.gradient_names[stage]
             found |= {n: g for n, g in zip(names, gradients, strict=True) if n not in result.get("reduced", {})}
-        add_gradients(self.holdings.parameters, found, own=reduced)
+        add_gradients(self.holdings.parameters, found, own=compiled.program.summed)
 
     def _result(
         self, compiled: Compiled, results: Mapping[int, Any], batch: Batch, weights: Sequence[float], *, gradients: bool

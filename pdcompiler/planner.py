@@ -85,7 +85,7 @@ def straight_plan(workload: Workload, machine: Machine, training: Training) -> F
     if workload.layers < machine.world_size:
         most = workload.layers
         raise CompileError(
-            f"{machine.world_size} ranks asked for, but the model can be cut in at most {most} stages",
+            f"{machine.world_size} stages asked for, but the model can be cut in at most {most} stages",
             ways_out=(f"world_size={most} or less",),
         )
     spans = chain_spans(workload)

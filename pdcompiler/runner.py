@@ -82,10 +82,11 @@ class Runner:
         return Compiled(step, program, programs, modules, window)
 
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """Of each parameter that several ranks hold, these: the replicas of its stage, of all its stages where it is tied."""
+        """The ranks that hold each parameter whose gradient has several parts: the replicas of its stage, of all its stages where
+        it is tied (which may stand on one rank)."""
         replicas, owners = self.schedule.replicas, self.traces.fixed_partition().owners()
         ranks = {name: tuple(sorted({rank for stage in stages for rank in replicas[stage]})) for name, stages in owners.items()}
-        return {name: holding for name, holding in ranks.items() if len(holding) > 1}
+        return {name: holding for name, holding in ranks.items() if len(holding) > 1 or len(owners[name]) > 1}
 
     def held_stages(self) -> list[int]:
         """The stages that a rank of this process runs."""

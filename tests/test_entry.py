@@ -48,7 +48,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "world size 0": ({"world_size": 0}, "world_size is 0, expected 1 or more"),
     "unknown schedule": (
         {"schedule": "1b1f"},
-        "there is no schedule '1b1f'\n  try: one of ['1f1b', 'gpipe', 'pipedream', 'pipedream-2bw']\n  try: a Schedule",
+        "there is no schedule '1b1f'\n  try: one of ['1f1b', 'dualpipe-v', 'gpipe', 'interleaved', 'pipedream', 'pipedream-2bw', "
+        "'zb-h1', 'zb-h2', 'zb-v']\n  try: a Schedule",
     ),
     "schedule for another number of ranks": (
         {"schedule": Schedule.parse("F0 B0\nF0 B0\nF0 B0")}, "the schedule is for 3 ranks and 3 stages, world_size is 2",
@@ -106,7 +107,7 @@ def test_a_model_that_is_no_module() -> None:
 def test_more_ranks_than_the_model_can_be_cut_into(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert told(lambda: stepped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(), world_size=8)) == (
-        "8 ranks asked for, but the model can be cut in at most 2 stages\n  try: world_size=2 or less"
+        "8 stages asked for, but the model can be cut in at most 2 stages\n  try: world_size=2 or less"
     )
 
 

@@ -36,7 +36,8 @@ SEES_BOTH_SIDES = {f"pdcompiler/{name}.py" for name in FACE}
 READS_ENVIRONMENT = {"backends/distributed.py", "pdcompiler/compiler.py", "pdcompiler/pipeline.py"}
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
 # For users' tests, so these need the test extra:
-HELPS_TESTS = {f"pdcompiler/{name}.py" for name in ("asynchronous_strategies", "strategies", "testing", "workload_strategies")}
+HELPS_TESTS = {f"pdcompiler/{kind}strategies.py" for kind in ("", "asynchronous_", "schedule_", "workload_")}
+HELPS_TESTS |= {"pdcompiler/testing.py"}
 TOUCHES_PRIVATE_TORCH = {"passes/tracing/trace.py"}
 PRIVATE_TORCH = (
     "torch._dynamo",

@@ -80,7 +80,7 @@ def test_one_stage_a_rank_is_as_good_as_brute_force(workload: Workload, machine:
     """In the workload's own order, every device with a stage, as `compile` runs it."""
     devices, layers = machine.world_size, workload.layers
     if layers < devices:
-        with pytest.raises(CompileError, match=rf"^{devices} ranks asked for, but the model can be cut in at most {layers}"):
+        with pytest.raises(CompileError, match=rf"^{devices} stages asked for, but the model can be cut in at most {layers}"):
             straight_plan(workload, machine, training)
         return
     variants = (False, True) if training.recompute else (False,)

@@ -43,6 +43,7 @@ def insert_reductions(program: Program, holders: Mapping[str, tuple[int, ...]], 
         first = next(iter(found.values()))
         for rank in holders[name]:
             results[rank] = results[rank] | {"reduced": {**results[rank].get("reduced", {}), name: found.get(rank, first)}}
+    program.summed = frozenset(name for name in sums if len(parts[name]) > 1)
     for rank, result in results.items():
         if "gradients" in result:
             own = {k: total for k, total in result["gradients"].items() if not sums.keys() >= {*program.gradient_names[k]}}

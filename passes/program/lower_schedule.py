@@ -26,15 +26,19 @@ from torch import fx
 
 from pdcompiler.core import ops
 from pdcompiler.core.errors import CompileError
-from pdcompiler.core.ir import Program, Stage, Step
+from pdcompiler.core.ir import Function, Program, Stage, Step
 from pdcompiler.core.program_writer import Note, ProgramWriter, note_of
 from pdcompiler.core.schedule import Action, Schedule
+
+OWN = ("saved", "kept", "gradients")
+"""Values that every stage has, under the same name."""
 
 
 def lower_schedule(step: Step, schedule: Schedule, replicas: Mapping[int, tuple[int, ...]] | None = None) -> Program:
     """The program of one step. `step` says what is computed for each microbatch, `schedule` in which order.   replicas: the ranks
     of each stage, where some of them have nothing to run in this step."""
     _check_variants(step)
+    _check_buffers(step, schedule)
     lowering = _Lowering(step, schedule, replicas or schedule.replicas)
     for rank, action in schedule.order():
         lowering.action(rank, action)
@@ -51,6 +55,21 @@ def _check_variants(step: Step) -> None:
                     f"stage {one.index} has other gradients or buffers for {plan.rows} rows than for {step.microbatches[0].rows}",
                     ways_out=("a batch whose microbatches have equal rows",),
                 )
+
+
+def _check_buffers(step: Step, schedule: Schedule) -> None:
+    """What forwards write into buffers (BatchNorm's statistics) depends on their order, which is that of the microbatches."""
+    writing = {stage.index: stage.written[0] for stage in step.microbatches[0].staged.stages if stage.written}
+    for rank, actions in enumerate(schedule.ranks):
+        latest: dict[int, int] = {}
+        for action in [a for a in actions if a.phase == "F" and a.stage in writing]:
+            if (before := latest.get(action.stage, -1)) > action.microbatch:
+                raise CompileError(
+                    f"rank {rank} runs the forward of microbatch {before} before that of {action.microbatch} on stage "
+                    f"{action.stage}, whose forwards update {writing[action.stage]}: that would not be what a loop gives",
+                    ways_out=("a schedule with these forwards in the order of the microbatches", "pipe.eval(): no updates"),
+                )
+            latest[action.stage] = action.microbatch
 
 
 class _Lowering:
@@ -73,19 +92,30 @@ class _Lowering:
         """Call one function of one stage for one microbatch, and name what it gives."""
         stage, m = action.stage, action.microbatch
         part = self.step.microbatches[m].staged.stages[stage]
-        function = part.forward if action.phase == "F" else part.backward
+        function, which = self._function(part, action)
         if function is None:
-            self._accumulate(part, None, rank, m)
+            if action.phase == "B":
+                self._accumulate(part, action.phase, rank, m)
             return
         note = note_of(rank, stage, m, action.phase)
-        call = self.writer.stage_call(function, [self._take(name, part, note) for name in function.takes], note)
+        call = self.writer.stage_call(function, [self._take(name, part, note) for name in function.takes], note, which)
         for place, name in enumerate(function.gives):
             node = self.writer.result(call, place, name, part, self.step.microbatches[m].rows, note)
             if name == "buffers":
                 self.buffers[stage, rank] = node
             else:
-                self.values[f"{name}@{stage}" if name in ("saved", "gradients") else name, m] = node
-        self._accumulate(part, action.phase, rank, m)
+                self.values[f"{name}@{stage}" if name in OWN else name, m] = node
+        if action.phase == "F" or which != "_input":
+            self._accumulate(part, action.phase, rank, m)
+
+    def _function(self, part: Stage, action: Action) -> tuple[Function | None, str]:
+        """What an action calls, with the end of its name: a backward in two parts where the schedule has it and it falls apart;
+        if not, B runs all of it and W nothing."""
+        if action.phase == "F":
+            return part.forward, ""
+        if part.parts is None or (action.stage, action.microbatch) not in self.schedule.split:
+            return (part.backward if action.phase == "B" else None), ""
+        return (part.parts.input, "_input") if action.phase == "B" else (part.parts.weight, "_weight")
 
     def _take(self, name: str, part: Stage, note: Note) -> Any:
         stage, m = note["stage"], note["microbatch"]
@@ -95,7 +125,7 @@ class _Lowering:
         if name == "buffers":
             return self._buffers_of(stage, m, note)
         given = self.writer.of_batch(name, part, plan, self.step.dims, note)
-        return self.values[f"saved@{stage}" if name == "saved" else name, m] if given is None else given
+        return self.values[f"{name}@{stage}" if name in OWN else name, m] if given is None else given
 
     def _buffers_of(self, stage: int, m: int, note: Note) -> fx.Node:
         """The newest values for a forward; for a backward, those that the forward of its microbatch saw."""
@@ -104,8 +134,8 @@ class _Lowering:
             self.values[f"buffers@{stage}", m] = newest
         return self.values.get((f"buffers@{stage}", m), newest)
 
-    def _accumulate(self, part: Stage, phase: str | None, rank: int, m: int) -> None:
-        note = note_of(rank, part.index, m, phase or "B")
+    def _accumulate(self, part: Stage, phase: str, rank: int, m: int) -> None:
+        note = note_of(rank, part.index, m, phase)
         plan = self.step.microbatches[m]
         loss = self.values.get((plan.staged.loss, m)) if plan.staged.loss else None
         if loss is not None and plan.counts and loss.meta["stage"] == part.index and phase == "F":

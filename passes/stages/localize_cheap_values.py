@@ -26,7 +26,7 @@ from pdcompiler.core.cost import Cost
 from pdcompiler.core.ir import Trace, ValueType, cost_of, is_backward, is_integer, stage_of, type_of
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.value_type import estimate
-from pdcompiler.core.values import Origins
+from pdcompiler.core.values import Origins, is_product
 
 Function = tuple[int, bool]  # (stage, backward)
 
@@ -60,7 +60,7 @@ class _Localizer:
         """Whether the products needed to make a value of the batch take no longer than its message."""
         if not isinstance(type := type_of(node), ValueType):
             return True
-        made_of = [n for n in _ancestors(node) if n in origins.batch_values and _is_product(n)]
+        made_of = [n for n in _ancestors(node) if n in origins.batch_values and is_product(n)]
         flops = sum(cost_of(n).flops for n in made_of)
         seconds = machine.compute_seconds(Cost(flops=flops)) - machine.transfer_seconds(type.nbytes())
         return estimate(seconds, rows) <= 0
@@ -101,6 +101,3 @@ def _ancestors(node: fx.Node) -> Iterator[fx.Node]:
         seen.update(new)
         todo += new
 
-
-def _is_product(node: fx.Node) -> bool:
-    return any(word in str(node.target) for word in ("mm", "convolution", "attention"))

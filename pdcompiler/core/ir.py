@@ -1,25 +1,31 @@
-"""The levels a model passes through, as data: Trace, Stage, Program, RankProgram; and the one typed door to `node.meta`.
+"""The levels a model passes through, as data: Trace, Stage, Program, RankProgram.
 
-A level is an fx graph plus what its inputs and outputs mean. Passes rewrite within a level, or turn one level into the
-next; `verify.py` says what each level may contain. The Partition stands in `partition.py`, the Schedule in `schedule.py`.
-
-Keys of `node.meta` that this project writes, all of them read and written through the functions below:
-  "module" (path, call number) of the module call that made the node;   "source" the user's "file:line"
-  "backward" whether it belongs to the backward pass;   "seq_nr" torch's number of the forward op that caused it
-  "type" ValueType, tuple of them, or a sympy expression for integers;   "cost" Cost;   "order" of dimensions in memory
-  "stage", "rank", "microbatch", "phase" in programs.
+A level is an fx graph plus what its inputs and outputs mean; what is known of each node stands in `node_meta.py`. Passes rewrite
+within a level, or turn one level into the next; `verify.py` says what each level may contain. The Partition stands in
+`partition.py`, the Schedule in `schedule.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 from torch import fx, nn
 
-from pdcompiler.core.cost import Cost
+from pdcompiler.core.node_meta import ModuleCall as ModuleCall
+from pdcompiler.core.node_meta import cost_of as cost_of
+from pdcompiler.core.node_meta import describe as describe
+from pdcompiler.core.node_meta import is_backward as is_backward
+from pdcompiler.core.node_meta import is_integer as is_integer
+from pdcompiler.core.node_meta import module_of as module_of
+from pdcompiler.core.node_meta import name_of as name_of
+from pdcompiler.core.node_meta import order_of as order_of
+from pdcompiler.core.node_meta import rank_of as rank_of
+from pdcompiler.core.node_meta import source_of as source_of
+from pdcompiler.core.node_meta import stage_of as stage_of
+from pdcompiler.core.node_meta import type_of as type_of
+from pdcompiler.core.node_meta import where as where
 from pdcompiler.core.rewriting import eliminate_dead_code as eliminate_dead_code
 from pdcompiler.core.rewriting import nodes_in as nodes_in
 from pdcompiler.core.rewriting import replaced as replaced
@@ -30,17 +36,6 @@ from pdcompiler.core.value_type import Integer as Integer
 from pdcompiler.core.value_type import ValueType as ValueType
 from pdcompiler.core.value_type import evaluate as evaluate
 from pdcompiler.core.value_type import has_data_dependent_shape as has_data_dependent_shape
-
-
-@dataclass(frozen=True)
-class ModuleCall:
-    """One call of a module's forward: the module's path in the user's model, and which call of it."""
-
-    path: str
-    number: int = 0
-
-    def __str__(self) -> str:
-        return self.path + (f"#{self.number}" if self.number else "")
 
 
 @dataclass(frozen=True)
@@ -117,13 +112,24 @@ class Trace(Readable):
 class Function:
     """A stage's forward or backward: a graph whose placeholders and outputs are named values.
 
-    Names with a meaning of their own: weights, buffers, saved, rows, loss_weight among `takes`; saved, buffers (the new
-    values), gradients among `gives`. All others are values that cross stages, model inputs, the loss or outputs.
+    Names with a meaning of their own: weights, buffers, saved, kept, rows, loss_weight among `takes`; saved, kept, buffers (the
+    new values), gradients among `gives`. All others are values that cross stages, model inputs, the loss or outputs.
     """
 
     module: fx.GraphModule
     takes: tuple[str, ...]
     gives: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BackwardParts:
+    """A backward in two parts. input: gives the gradients of the stage's inputs, and `kept`.   weight: takes `kept`, gives
+    `gradients`.   kept_bytes: of `kept`, for a microbatch.   plain_bytes: what it would be without a minimum cut."""
+
+    input: Function
+    weight: Function
+    kept_bytes: float
+    plain_bytes: float
 
 
 @dataclass
@@ -132,7 +138,8 @@ class Stage(Readable):
 
     parameters, buffers: canonical names, the order of the `weights` and `buffers` tuples.   gradients: parameters in the
     order of backward's gradients.   written: the buffers that forward gives new values for.   batch: value names of model
-    inputs to the batch's tensors.   types: of the values that it takes and gives.
+    inputs to the batch's tensors.   types: of the values that it takes and gives.   parts: of the backward, where the schedule
+    runs it in two and it falls apart.
     """
 
     index: int
@@ -145,6 +152,7 @@ class Stage(Readable):
     written: tuple[str, ...]
     batch: dict[str, str]
     types: dict[str, ValueType]
+    parts: BackwardParts | None = None
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,7 @@ class Step:
     outputs: str = "none"
 
 
-RESERVED = ("weights", "buffers", "saved", "rows", "loss_weight", "loss_weights", "gradients", "self")
+RESERVED = ("weights", "buffers", "saved", "kept", "rows", "loss_weight", "loss_weights", "gradients", "self")
 """Names that a value of the model may not have, see Function."""
 
 
@@ -196,6 +204,7 @@ class Program(Readable):
     of a tick without flushes {"losses": [value]}.
     root: holds the stage functions that `call_module` nodes name.   schedule: None for a tick.   gradient_names,
     buffer_names: per stage, of its tuple of gradients and of its tuple of buffers.   gradient_types: by parameter.
+    summed: the parameters whose gradients are summed over ranks.
     """
 
     graph: fx.Graph
@@ -205,6 +214,7 @@ class Program(Readable):
     gradient_names: dict[int, tuple[str, ...]]
     gradient_types: dict[str, ValueType]
     buffer_names: dict[int, tuple[str, ...]]
+    summed: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -214,73 +224,3 @@ class RankProgram(Readable):
     rank: int
     graph: fx.Graph
     root: nn.Module
-
-
-# The typed door to node.meta.
-
-
-def stage_of(node: fx.Node) -> int:
-    """The stage a node belongs to."""
-    return int(node.meta["stage"])
-
-
-def rank_of(node: fx.Node) -> int:
-    """The rank that runs a node of a program (for an `all_reduce`: the first of its ranks)."""
-    return int(node.meta["rank"])
-
-
-def module_of(node: fx.Node) -> ModuleCall:
-    """The module call that made a node."""
-    call = node.meta.get("module", ModuleCall(""))
-    assert isinstance(call, ModuleCall)
-    return call
-
-
-def source_of(node: fx.Node) -> str | None:
-    """The user's source line that made a node, as "file:line", where it is known."""
-    return node.meta.get("source")
-
-
-def where(node: fx.Node) -> str:
-    """Module path and source line of a node, for messages."""
-    path = str(module_of(node)) or "the model's own forward"
-    return f"{path} ({source_of(node)})" if source_of(node) else path
-
-
-def is_backward(node: fx.Node) -> bool:
-    """Whether a node of a trace belongs to the backward pass."""
-    return bool(node.meta.get("backward", False))
-
-
-def type_of(node: fx.Node) -> Any:
-    """ValueType of a tensor, a tuple of types of a tuple, a sympy expression of an integer; None where there is none."""
-    return node.meta.get("type")
-
-
-def order_of(node: fx.Node) -> tuple[int, ...] | None:
-    """The dimensions of a trace's tensor from the largest stride to the smallest; None where that is their own order."""
-    return node.meta.get("order")
-
-
-def cost_of(node: fx.Node) -> Cost:
-    """What running a node costs."""
-    cost = node.meta.get("cost", Cost())
-    assert isinstance(cost, Cost)
-    return cost
-
-
-def is_integer(node: fx.Node) -> bool:
-    """Whether a node's value is an integer (or another scalar) computed from sizes; such values are never saved or sent."""
-    return isinstance(type_of(node), (int, float, bool, sympy.Basic))
-
-
-def describe(node: fx.Node, *, rank: int, stage: int | None = None, microbatch: int | None = None, phase: str = "",
-             type: ValueType | None = None) -> fx.Node:
-    """Give a program's node its metadata; returns the node."""
-    node.meta.update(rank=rank, stage=stage, microbatch=microbatch, phase=phase, type=type)
-    return node
-
-
-def name_of(node: fx.Node) -> str:
-    """The name that a program's node was given, without the number that keeps names apart in the global program."""
-    return str(node.meta.get("name", node.name))

@@ -227,6 +227,19 @@ class Machine:
                 left -= taken
         return replace(self, levels=tuple(levels), devices=tuple(devices), used=None if held == world_size else world_size)
 
+    def parted(self, stages: int) -> Machine:
+        """Each device counted as often as it has stages, where there are more of these than devices, with its part of the memory.
+        Neighbouring stages are still on other devices, over the same links."""
+        each = -(-stages // self.world_size)
+        if each == 1:
+            return self
+        devices = tuple(
+            (replace(device, memory_bytes=device.memory_bytes / each), count and count * each) for device, count in self.devices
+        )
+        *inner, outermost = self.levels
+        levels = (*inner, replace(outermost, count=outermost.count and outermost.count * each))
+        return replace(self, levels=levels, devices=devices, used=self.used and self.used * each).take(stages)
+
     @property
     def link_bytes_per_second(self) -> float:
         """Of the slowest level that joins anything."""

@@ -57,12 +57,14 @@ class StagePlan:
 @dataclass(frozen=True)
 class Partition:
     """The stages of a model, in order. model: a fingerprint of the parameters' names and shapes that it is for.   pipelines:
-    how often the whole is replicated.   explanation: why it is so; None where nobody predicted anything."""
+    how often the whole is replicated.   explanation: why it is so; None where nobody predicted anything.   ranks: of each stage,
+    where the schedule has ranks run several (no part of the file: the schedule says it)."""
 
     stages: tuple[StagePlan, ...]
     model: str = ""
     pipelines: int = 1
     explanation: Explanation | None = None
+    ranks: tuple[int, ...] = ()
 
     @property
     def devices(self) -> int:
@@ -158,13 +160,16 @@ class Partition:
         lines = ["  ".join(row[c].ljust(width) for c, width in zip(kept, widths, strict=True)).rstrip() for row in rows]
         if self.pipelines > 1:
             lines.append(f"all of it {self.pipelines} times, each over {self.devices // self.pipelines} ranks")
+        if self.ranks:
+            lines.append("ranks run several stages; what follows is of a device for each stage")
         return "\n".join(lines + ([] if self.explanation is None else self.explanation.lines()))
 
     def _row(self, index: int) -> tuple[str, ...]:
         stage = self.stages[index]
         whole = sum(other.seconds for other in self.stages) or 1.0
         first = sum(other.replicas for other in self.stages[:index])
-        ranks = str(first) if stage.replicas == 1 else f"{first} to {first + stage.replicas - 1}"
+        own = self.ranks[index] if self.ranks else first
+        ranks = str(own) if stage.replicas == 1 else f"{first} to {first + stage.replicas - 1}"
         row = (str(index), self.modules(index), ranks, f"{amount(stage.parameter_bytes)}B", f"{stage.seconds / whole:.0%}")
         if stage.cost is None:
             return (*row, f"{amount(stage.sent_bytes)}B", *[""] * 6)

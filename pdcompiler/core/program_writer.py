@@ -146,9 +146,10 @@ class ProgramWriter:
             self._known[key] = self.call(ops.microbatch, (self.inputs[tensor],), where, name, note)
         return self._known[key]
 
-    def stage_call(self, function: Function, arguments: Sequence[Any], note: Note) -> fx.Node:
-        """Call a stage's function; the same function keeps its name, another one of that stage (for other rows) gets a number."""
-        base = f"stage{note['stage']}_{'forward' if note['phase'] == 'F' else 'backward'}"
+    def stage_call(self, function: Function, arguments: Sequence[Any], note: Note, part: str = "") -> fx.Node:
+        """Call a stage's function; the same function keeps its name, another one of that stage (for other rows) gets a number.
+        part: of a backward, "_input" or "_weight"."""
+        base = f"stage{note['stage']}_{'forward' if note['phase'] == 'F' else 'backward'}{part}"
         name, number = base, 0
         while self._functions.setdefault(name, function) is not function:
             number += 1

@@ -36,6 +36,11 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def is_product(node: fx.Node) -> bool:
+    """Whether a node multiplies matrices, and so takes long."""
+    return any(word in str(node.target) for word in ("mm", "convolution", "attention"))
+
+
 class Origins:
     """The forward nodes of a trace by what they are made of. Placeholders and constants are in neither set.
 

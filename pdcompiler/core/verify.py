@@ -48,6 +48,9 @@ def verify_staged(staged: Staged) -> None:
     for stage in reversed(staged.stages):
         if stage.backward is not None:
             _check_takes(stage, stage.backward, gradients, "backward")
+            if stage.parts is not None:
+                _check_takes(stage, stage.parts.input, gradients, "backward for the inputs")
+                _check_takes(stage, stage.parts.weight, {"kept"}, "backward for the weights")
             gradients.update(stage.backward.gives)
         _check_saved(stage)
 

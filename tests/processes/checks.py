@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import pdcompiler
-from pdcompiler import Pipeline, StepResult
+from pdcompiler import Pipeline, Schedule, StepResult
 from pdcompiler.testing import Observed, assert_close_by_tensor, assert_same, join_outputs, plain_step, rows_of, split_rows
 from tests.models import Example
 
@@ -39,7 +39,9 @@ def check_step(pipe: Pipeline, example: Example, outputs: str = "all") -> StepRe
     result = pipe.step(*example.args, target=example.target, outputs=outputs, **example.kwargs)
     assert result.loss is not None
     assert_close_by_tensor(result.loss, expected.loss, example.tolerance, "loss")
-    if outputs == "all" or (outputs == "last" and dist.get_rank() == dist.get_world_size() - 1):
+    assert isinstance(pipe.schedule, Schedule)
+    last = pipe.schedule.replicas[pipe.schedule.stages - 1]
+    if outputs == "all" or (outputs == "last" and dist.get_rank() in last):
         assert_same(result.outputs, join_outputs(expected.outputs, whole, sizes), example.tolerance, "outputs")
     else:
         assert result.outputs is None
@@ -55,8 +57,10 @@ def whole_outputs(example: Example) -> Any:
 
 
 def check_gradients(pipe: Pipeline, expected: Observed, tolerance: float) -> None:
-    """Of every parameter that this rank holds, and it holds those of its stage."""
-    names = pipe.partition.stages[dist.get_rank()].parameters
+    """Of every parameter that this rank holds, and it holds those of its stages."""
+    assert isinstance(pipe.schedule, Schedule)
+    own = [stage for stage, ranks in pipe.schedule.replicas.items() if dist.get_rank() in ranks]
+    names = {name for stage in own for name in pipe.partition.stages[stage].parameters}
     held = dict(pipe.named_parameters())
     assert sorted(held) == sorted(names)
     for name, parameter in held.items():

@@ -1,5 +1,6 @@
 """Models of the zoo train on gloo as in the plain loop: loss, outputs, every gradient, every buffer; and evaluate."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,13 @@ from tests.processes.pool import Pool
 pytestmark = pytest.mark.processes
 
 FULL = pytest.mark.full
+NEWER = ("zb-h1", "zb-h2", "interleaved", "zb-v", "dualpipe-v")
+SAMPLED = {("gpt2", 2, "zb-v"), ("unet", 2, "zb-h1"), ("t5", 2, "interleaved"), ("resnet", 2, "dualpipe-v"), ("gpt2", 4, "zb-h2")}
 CASES = [
+    *[
+        pytest.param(*case, marks=() if case in SAMPLED else FULL)
+        for case in itertools.product(("gpt2", "unet", "t5", "resnet"), (2, 4), NEWER)
+    ],
     *[pytest.param(name, ranks, "1f1b") for name in ("gpt2", "bert", "t5", "llama", "resnet") for ranks in (2, 4)],
     pytest.param("gpt2", 2, "gpipe"),
     *[pytest.param(name, 3, "1f1b", marks=FULL) for name in ("gpt2", "bert", "t5", "llama", "resnet")],
@@ -24,7 +31,8 @@ CASES = [
 def check_model(name: str, schedule: str) -> list[str]:
     """Gives the names of the parameters that this rank holds."""
     example = ZOO[name]()
-    pipe = compile_example(example, schedule=schedule)
+    microbatches = max(4, 2 * dist.get_world_size()) if schedule == "dualpipe-v" else 4
+    pipe = compile_example(example, schedule=schedule, microbatches=microbatches)
     check_step(pipe, example)
     return [name for name, _ in pipe.named_parameters()]
 
