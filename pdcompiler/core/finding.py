@@ -37,6 +37,10 @@ class Use:
     def rank(self) -> int:
         return self.cell.rank
 
+    def __str__(self) -> str:
+        """As in the file; of a fused cell its part."""
+        return self.cell.text if len(self.cell.ops) == 1 else str(self.op)
+
     def is_before(self, other: Use) -> bool:
         """On the same rank, earlier."""
         return self.rank == other.rank and self.order < other.order

@@ -10,12 +10,12 @@ Ranks and cells count from 0. Not here: messages and deadlock (`lint_messages.py
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from pdcompiler.core.finding import Finding, Key, Use, all_uses, first_uses, key_of
 from pdcompiler.core.lint_messages import check_messages
 from pdcompiler.core.schedule import Action
-from pdcompiler.core.schedule_csv import OF_STAGES, Rows
+from pdcompiler.core.schedule_csv import OF_STAGES, Rows, schedule_of
 
 MANY = 4
 """So many missing numbers are named; of more, the first."""
@@ -75,11 +75,11 @@ def _order(computed: dict[Action, Use]) -> Iterator[Finding]:
             what = "forward" if phase == "B" else "I, whose rest it is,"
             yield Finding(f"microbatch {microbatch} has no {what} on stage {stage}", use.cell)
         elif before.rank != use.rank:
-            yield Finding(f"{before.op} is on rank {before.rank}, where what it saved is", use.cell)
+            yield Finding(f"{before} is on rank {before.rank}, where what it saved is", use.cell)
         elif not before.is_before(use):
-            yield Finding(f"stands before {before.op} of cell {before.cell.position}, which it needs", use.cell)
+            yield Finding(f"stands before {before} of cell {before.cell.position}, which it needs", use.cell)
         if phase == "W" and before is not None and before.op.kind == "B":
-            yield Finding(f"{before.op} is a whole backward: with a W it must be an I", use.cell)
+            yield Finding(f"{before} is a whole backward: with a W it must be an I", use.cell)
         if use.op.kind == "I" and own["W"] is None:
             yield Finding(f"it has no W: the gradients of stage {stage}'s weights of microbatch {microbatch} are lost", use.cell)
 
@@ -104,7 +104,7 @@ def _whole(computed: dict[Action, Use], stages: int | None) -> Iterator[Finding]
     if stages is not None:
         for stage in sorted(stage for stage in has_stages if stage >= stages):
             first = next(use for action, use in computed.items() if action.stage == stage)
-            yield Finding(f"there is a stage {stage}, expected {stages} stages from 0 on", first.cell)
+            yield Finding(f"there is a stage {stage}, the last should be {stages - 1}", first.cell)
 
 
 def _missing(seen: set[int], count: int) -> Iterator[str]:
@@ -169,27 +169,17 @@ def _of_stages(rows: Rows, computed: dict[Action, Use]) -> Iterator[Finding]:
             if (of := last.get((use.op.stage, use.rank))) is None:
                 yield Finding(f"stage {use.op.stage} does not run on this rank", use.cell)
             elif use.op.kind == "REDUCE_GRAD" and use.is_before(of):
-                yield Finding(f"{of.op} of cell {of.cell.position} comes later: its gradients are left out", use.cell)
-
-
-def in_flight(actions: Iterable[Action]) -> int:
-    """The most forwards whose backward has not run, in an order."""
-    most = now = 0
-    for action in actions:
-        now += {"F": 1, "B": -1, "W": 0}[action.phase]
-        most = max(most, now)
-    return most
+                yield Finding(f"{of} of cell {of.cell.position} comes later: its gradients are left out", use.cell)
 
 
 def _memory(rows: Rows, computed: dict[Action, Use]) -> Iterator[Finding]:
     """More in flight than a pipeline needs to be full: a stage, as many as there are stages from it on."""
     if not any(action.phase == "B" for action in computed):
         return
-    stages = 1 + max(action.stage for action in computed)
-    for rank, row in enumerate(rows):
-        actions = [op.action for cell in row for op in cell.ops if op.action is not None]
-        most, forwards = in_flight(actions), sum(action.phase == "F" for action in actions)
-        enough = sum(stages - stage for stage in {action.stage for action in actions})
+    schedule = schedule_of(rows)
+    for rank, actions in enumerate(schedule.ranks):
+        most, forwards = schedule.in_flight(rank), sum(action.phase == "F" for action in actions)
+        enough = sum(schedule.stages - stage for stage in {action.stage for action in actions})
         if most > enough and (most == forwards or most > 2 * enough):
             what = f"what {most} of {forwards} forwards save is held at once, and grows with the number of microbatches"
             yield Finding(f"{what}; {enough} are enough to keep all ranks busy", rank=rank, is_error=False)

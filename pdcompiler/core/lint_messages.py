@@ -80,7 +80,7 @@ def _wrong_with(use: Use, uses: Uses) -> str | None:
     need = need_of(use.op.action, uses)
     if need is not None and uses[need].rank != use.rank and not any(op in uses for op in message(need)):
         send, receive = message(need)
-        return f"no message brings what {uses[need].op} on rank {uses[need].rank} gives: there is neither {send} nor {receive}"
+        return f"no message brings what {uses[need]} on rank {uses[need].rank} gives: there is neither {send} nor {receive}"
     return None
 
 
@@ -92,7 +92,7 @@ def _wrong_with_send(use: Use, uses: Uses) -> str | None:
     if (source := uses.get(maker)) is None or not source.is_before(use):
         return f"what it sends is not there: {_missing(source, use, maker)}"
     if uses[reader].rank == use.rank:
-        return f"{uses[reader].op}, which needs it, is on the same rank: there must be no message"
+        return f"{uses[reader]}, which needs it, is on the same rank: there must be no message"
     _, receive = message(maker)
     return None if receive in uses else f"a send without its receive: there is no {receive}"
 
@@ -107,7 +107,7 @@ def _wrong_with_receive(use: Use, uses: Uses) -> str | None:
         return "no action needs what it receives"
     if not use.is_before(needs_it):
         where = "before it" if needs_it.rank == use.rank else f"on rank {needs_it.rank}"
-        return f"{needs_it.op}, which needs it, stands {where}"
+        return f"{needs_it}, which needs it, stands {where}"
     send, _ = message(maker)
     return None if send in uses else f"a receive without its send: there is no {send}"
 
@@ -115,7 +115,7 @@ def _wrong_with_receive(use: Use, uses: Uses) -> str | None:
 def _missing(source: Use | None, use: Use, maker: Action) -> str:
     if source is None:
         return f"stage {maker.stage} has no {'forward' if maker.phase == 'F' else 'backward'} of microbatch {maker.microbatch}"
-    return f"{source.op} stands {'behind it' if source.rank == use.rank else f'on rank {source.rank}'}"
+    return f"{source} stands {'behind it' if source.rank == use.rank else f'on rank {source.rank}'}"
 
 
 # What ranks do, one thing after the other
