@@ -2,7 +2,7 @@
 
     pdcompiler plan models:llama --world-size 64 --machine h100-servers --microbatches 32 --json plan.json
 
-Here stand `plan` and `break-even`; `profile` and `fit` in `commands/costs.py`.
+Here stand `plan` and `break-even`; `profile` and `fit` in `commands/costs.py`, `lint` in `commands/lint.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import typer
 
 from pdcompiler.break_even import as_text, break_even_of_machine, check_bandwidths
 from pdcompiler.commands.costs import FIT_EXAMPLE, PROFILE_EXAMPLE, fit_device, profile_model
+from pdcompiler.commands.lint import LINT_EXAMPLE, lint_schedule
 from pdcompiler.commands.model import MODEL, load, read_example
 from pdcompiler.commands.terminal import Say, check_outputs, told, waiting
 from pdcompiler.compiler import Request, fingerprint
@@ -126,6 +127,7 @@ def break_even_table(
 
 app.command("profile", epilog=PROFILE_EXAMPLE)(profile_model)
 app.command("fit", epilog=FIT_EXAMPLE)(fit_device)
+app.command("lint", epilog=LINT_EXAMPLE)(lint_schedule)
 
 
 def _plan(

@@ -25,6 +25,7 @@ from pdcompiler.given_partition import read_partition, read_replicas
 from pdcompiler.given_schedule import (
     Placed,
     evaluation_schedule,
+    from_file,
     is_automatic,
     placement,
     read_schedule,
@@ -47,7 +48,7 @@ def compile(
     example_kwargs: Mapping[str, Any] | None = None,
     example_target: Any = None,
     loss_fn: LossFunction | None = None,
-    schedule: str | Schedule | Asynchronous = "1f1b",
+    schedule: str | Path | Schedule | Asynchronous = "1f1b",
     microbatches: int | Literal["auto"] | None = None,
     stages_per_rank: int | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -70,7 +71,8 @@ def compile(
             must be the launched number.
         example_args, example_kwargs, example_target: one batch. Left out, the model is compiled at the first step.
         loss_fn: (outputs, target) -> scalar. None: the model's own loss (outputs.loss, outputs["loss"], a scalar output).
-        schedule: "1f1b", "gpipe", "zb-h1", "zb-h2"; of several stages a rank "interleaved", "zb-v", "dualpipe-v"; or a Schedule;
+        schedule: "1f1b", "gpipe", "zb-h1", "zb-h2"; of several stages a rank "interleaved", "zb-v", "dualpipe-v"; or a Schedule,
+            or its file, as text or as the CSV of torch.distributed.pipelining, whose communication is checked and left out;
             without flushes "pipedream" or "pipedream-2bw", or an Asynchronous.
         microbatches: how many a batch is cut into; "auto": as many as make a step of the example batch the fastest, by the
             planner's costs for the machine; None: twice the number of ranks. Of pipedream-2bw: those of one update; pipedream
@@ -97,6 +99,7 @@ def compile(
     """
     running = _check(model, world_size)
     _check_loss(loss_fn)
+    schedule = from_file(schedule)
     automatic = is_automatic(microbatches, schedule, bool(example_args or example_kwargs))
     given = read_partition(partition, model)
     several = stages_of(schedule, world_size, stages_per_rank)

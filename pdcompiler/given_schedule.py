@@ -6,12 +6,14 @@ Not here: the schedules themselves (`passes/schedules/named.py`, `core/ticks.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from pdcompiler.core.asynchronous import NAMES, Asynchronous
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.plan import SCHEDULE_KINDS, Training
 from pdcompiler.core.schedule import Schedule
+from pdcompiler.core.schedule_file import read_schedule_file
 from pdcompiler.core.ticks import Ticks
 from pdcompiler.passes.schedules.named import SCHEDULES, interleaved, replicated
 from pdcompiler.passes.schedules.v_shaped import dualpipe_v, zb_v
@@ -21,6 +23,15 @@ Placed = tuple[tuple[int, ...], int]
 
 SEVERAL: dict[str, Callable[[int, int], Schedule]] = {"interleaved": interleaved, "zb-v": zb_v, "dualpipe-v": dualpipe_v}
 """Of several stages a rank: two, or of interleaved as many as the user says."""
+
+
+def from_file(schedule: str | Path | Schedule | Asynchronous) -> str | Schedule | Asynchronous:
+    """What stands in a schedule's file; anything else as it is."""
+    if isinstance(schedule, Path):
+        return read_schedule_file(schedule)
+    if not isinstance(schedule, str) or schedule in (*SCHEDULES, *SEVERAL, *NAMES):
+        return schedule
+    return read_schedule_file(schedule) if schedule.endswith((".csv", ".txt")) or Path(schedule).is_file() else schedule
 
 
 def stages_of(schedule: str | Schedule | Asynchronous, world_size: int, stages_per_rank: int | None = None) -> int | None:
@@ -66,7 +77,7 @@ def read_schedule(schedule: str | Schedule, placed: Placed, microbatches: Any, w
         return SEVERAL[schedule](world_size, count)
     if schedule not in SCHEDULES:
         names = sorted({*SCHEDULES, *SEVERAL, *NAMES})
-        raise CompileError(f"there is no schedule {schedule!r}", ways_out=(f"one of {names}", "a Schedule"))
+        raise CompileError(f"there is no schedule {schedule!r}", ways_out=(f"one of {names}", "a Schedule", "its file"))
     replicas, pipelines = placed
     count = _count(2 * sum(replicas) * pipelines if microbatches is None else microbatches)
     most = max(replicas) * pipelines

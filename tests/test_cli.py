@@ -246,7 +246,7 @@ def test_what_no_table_can_be_made_of(options: tuple[str, ...], message: str) ->
 # Help
 
 
-@pytest.mark.parametrize("command", ["plan", "break-even", "profile", "fit"])
+@pytest.mark.parametrize("command", ["plan", "break-even", "profile", "fit", "lint"])
 def test_help_ends_with_an_example_that_can_be_read(command: str) -> None:
     done = RUNNER.invoke(app, [command, "--help"])
     text = " ".join(done.stdout.split())
@@ -258,7 +258,7 @@ def test_help_ends_with_an_example_that_can_be_read(command: str) -> None:
 
 def test_help_names_the_commands() -> None:
     done = RUNNER.invoke(app, ["--help"])
-    assert done.exit_code == 0 and all(f"  {name} " in done.stdout for name in ("plan", "break-even", "profile", "fit"))
+    assert done.exit_code == 0 and all(f"  {name} " in done.stdout for name in ("plan", "break-even", "profile", "fit", "lint"))
 
 
 def test_an_asynchronous_plan_takes_the_rows_with_which_the_whole_batch_is_done_first(tmp_path: Path) -> None:

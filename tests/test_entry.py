@@ -49,7 +49,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown schedule": (
         {"schedule": "1b1f"},
         "there is no schedule '1b1f'\n  try: one of ['1f1b', 'dualpipe-v', 'gpipe', 'interleaved', 'pipedream', 'pipedream-2bw', "
-        "'zb-h1', 'zb-h2', 'zb-v']\n  try: a Schedule",
+        "'zb-h1', 'zb-h2', 'zb-v']\n  try: a Schedule\n  try: its file",
+    ),
+    "schedule's file that is not there": (
+        {"schedule": "no/such.csv"}, "the schedule no/such.csv can't be read: No such file or directory",
     ),
     "schedule for another number of ranks": (
         {"schedule": Schedule.parse("F0 B0\nF0 B0\nF0 B0")}, "the schedule is for 3 ranks and 3 stages, world_size is 2",
