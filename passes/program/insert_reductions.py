@@ -8,8 +8,8 @@
     return {0: {gradients}, 2: {gradients}}            return {0: {gradients, reduced: {embed: embed_0}}, 2: ...}
 
 Gradients of the same ranks and type go together, in buckets, since each reduction costs a message's latency at least. A rank that
-holds a weight without a gradient of its own gets the sum as a value. A weight with one holder is left alone. What
-is reduced whole, a stage's gradients, is given as sums only: its parts are free when they are sent.
+holds a weight without a gradient of its own gets the sum as a value. A weight with one holder is left alone. Where
+all gradients of a stage are reduced, the sums alone are given: the parts are free once they are sent.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from torch import fx
 
 from pdcompiler.core import ops
 from pdcompiler.core.ir import Program, describe, nodes_in, replaced
+from pdcompiler.core.rewriting import is_taken, unpack
 
 Groups = tuple[tuple[int, ...], ...]
 """For each piece: which of the gradients it gives."""
@@ -130,8 +131,7 @@ def _pieces(whole: fx.GraphModule, place: int, groups: Groups) -> Iterator[Piece
 
 def _is_source(node: fx.Node) -> bool:
     """Whether every piece can take or make it by itself: what the whole takes, an item of that, a constant."""
-    is_item = node.target is operator.getitem and node.args[0].op == "placeholder"  # type: ignore[union-attr]
-    return node.op in ("placeholder", "get_attr") or is_item
+    return node.op == "get_attr" or is_taken(node)
 
 
 class _Cut:
@@ -160,12 +160,8 @@ class _Cut:
         for node in taken:
             copies[node] = graph.node_copy(node)
         if self.rest:
-            whole = graph.placeholder("rest")
-            whole.meta = {"type": None, "backward": True}
-            for k, node in enumerate(self.rest):
-                if node in read or node in following:
-                    copies[node] = graph.create_node("call_function", operator.getitem, (whole, k), name=node.name)
-                    copies[node].meta = dict(node.meta)
+            places = {node: k for k, node in enumerate(self.rest) if node in read or node in following}
+            unpack(graph, copies, "rest", places, backward=True)
         for node in [node for node in sources if node.op != "placeholder"] + self.body:
             copies[node] = graph.node_copy(node, lambda source: copies[source])
         graph.output(tuple(replaced(results, copies)))

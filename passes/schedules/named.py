@@ -7,11 +7,11 @@ how long a schedule takes; stages in a V (`v_shaped.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 
-from pdcompiler.core.schedule import Action, Schedule
+from pdcompiler.core.schedule import Action, Phase, Schedule
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -21,9 +21,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     F0 F1 F2 F3 B0 B1 B2 B3
     F0 F1 F2 F3 B0 B1 B2 B3
     """
-    forwards = [[Action("F", s, m) for m in range(microbatches)] for s in range(stages)]
-    backwards = [[Action("B", s, m) for m in range(microbatches)] for s in range(stages)]
-    return Schedule(tuple(tuple(f + b) for f, b in zip(forwards, backwards, strict=True)), "gpipe")
+    return Schedule(tuple((*_all("F", s, microbatches), *_all("B", s, microbatches)) for s in range(stages)), "gpipe")
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
@@ -34,15 +32,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     F0 F1 B0 F2 B1 F3 B2 B3
     F0 B0 F1 B1 F2 B2 F3 B3
     """
-    ranks = []
-    for s in range(stages):
-        warm_up = min(stages - 1 - s, microbatches)
-        actions = [Action("F", s, m) for m in range(warm_up)]
-        for m in range(microbatches):
-            if warm_up + m < microbatches:
-                actions.append(Action("F", s, warm_up + m))
-            actions.append(Action("B", s, m))
-        ranks.append(tuple(actions))
+    ranks = [_alternate(_all("F", s, microbatches), _all("B", s, microbatches), stages - 1 - s) for s in range(stages)]
     return Schedule(tuple(ranks), "1f1b")
 
 
@@ -76,13 +66,11 @@ def _one_f_one_b_with_late_weights(stages: int, microbatches: int, depth: int, n
     different pipelines fit together (`replicated`), where those found by walking may wait for each other."""
     ranks = []
     for s in range(stages):
-        ahead, weights = depth * (stages - 1 - s), [Action("W", s, m) for m in range(microbatches)]
-        actions = [Action("F", s, m) for m in range(min(ahead, microbatches))]
-        for m in range(microbatches):
-            has_forward = ahead + m < microbatches
-            actions += [Action("F", s, ahead + m)] if has_forward else []
-            actions.append(Action("B", s, m))
-            actions += [weights.pop(0)] if m >= depth * s or not has_forward else []
+        ahead, weights, actions = depth * (stages - 1 - s), _all("W", s, microbatches), list[Action]()
+        for action in _alternate(_all("F", s, microbatches), _all("B", s, microbatches), ahead):
+            actions.append(action)
+            if action.phase == "B" and (action.microbatch >= depth * s or ahead + action.microbatch >= microbatches):
+                actions.append(weights.pop(0))
         ranks.append((*actions, *weights))
     return Schedule(tuple(ranks), name)
 
@@ -105,16 +93,18 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sche
         forwards = [Action("F", s, m) for group in groups for s in own for m in group]
         backwards = [Action("B", s, m) for group in groups for s in reversed(own) for m in group]
         warm_up = 2 * (ranks - 1 - rank) + (stages_per_rank - 1) * len(groups[0])
-        result.append(tuple(_alternate(forwards, backwards, warm_up)))
+        result.append(_alternate(forwards, backwards, warm_up))
     return Schedule(tuple(result), "interleaved")
 
 
-def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> Iterator[Action]:
+def _all(phase: Phase, stage: int, microbatches: int) -> list[Action]:
+    return [Action(phase, stage, m) for m in range(microbatches)]
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
     """Some forwards, then one backward after each forward, then the backwards that are left."""
-    yield from forwards[:warm_up]
-    rest = forwards[warm_up:]
-    for forward, backward in zip_longest(rest, backwards):
-        yield from (action for action in (forward, backward) if action is not None)
+    pairs = zip_longest(forwards[warm_up:], backwards)
+    return (*forwards[:warm_up], *(action for pair in pairs for action in pair if action is not None))
 
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-h2": zb_h2}

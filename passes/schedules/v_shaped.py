@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.list_schedule import Task, list_schedule
 from pdcompiler.core.schedule import Action, Schedule
-from pdcompiler.core.timing import timing
+from pdcompiler.core.timing import unit_timing
 
 Steps = Sequence[tuple[int, str]]
 """How often, and what."""
@@ -41,7 +41,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     own = full.without(action for action in full if action.microbatch >= microbatches)
     rank_of = (*range(ranks), *reversed(range(ranks)))
     walked = list_schedule(Task(rank_of, microbatches, (2 * ranks,) * ranks), "zb-v")
-    return min(own, walked, key=_unit_time)
+    return min(own, walked, key=lambda schedule: unit_timing(schedule).finish)
 
 
 def _zb_v_steps(rank: int, ranks: int, microbatches: int) -> Steps:
@@ -112,9 +112,3 @@ def _emit(steps: Steps, rank: int, ranks: int, microbatches: int) -> tuple[Actio
             actions.append(Action("F" if kind == "F" else "B", stage, number))
             late += [Action("W", stage, number)] if phase == "B" else []
     return tuple(actions)
-
-
-def _unit_time(schedule: Schedule) -> float:
-    """Where F, B and W take 1 each, and messages nothing."""
-    ones = [1.0] * schedule.stages
-    return timing(schedule, forward=ones, backward=[2.0] * schedule.stages, weight=ones).finish

@@ -35,6 +35,7 @@ from pdcompiler.core.ir import (
     where,
 )
 from pdcompiler.core.partition import Partition
+from pdcompiler.core.rewriting import unpack
 from pdcompiler.core.values import is_view
 
 
@@ -211,10 +212,10 @@ class _Builder:
             wanted = [node for node in read if self._kind(node) == kind]
             if wanted:
                 takes.append(whole)
-                self._unpack(graph, copies, whole, [(node, self._place(kind, node)) for node in wanted])
+                unpack(graph, copies, whole, {node: self._place(kind, node) for node in wanted}, backward=False)
         if saved:
             takes.append("saved")
-            self._unpack(graph, copies, "saved", [(node, i) for i, node in enumerate(saved)])
+            unpack(graph, copies, "saved", {node: i for i, node in enumerate(saved)}, backward=False)
         for node in part.takes:
             takes.append(node.name)
             copies[node] = graph.placeholder(node.name)
@@ -240,14 +241,6 @@ class _Builder:
         read = {source for node in part.body for source in node.all_input_nodes}
         fx.node.map_arg(tuple(value for _, value in gives), read.add)
         return [node for node in self.trace.graph.nodes if node in read and node.op in ("placeholder", "get_attr")]
-
-    @staticmethod
-    def _unpack(graph: fx.Graph, copies: dict[fx.Node, fx.Node], name: str, nodes: list[tuple[fx.Node, int]]) -> None:
-        whole = graph.placeholder(name)
-        whole.meta = {"type": None, "backward": False}
-        for node, place in nodes:
-            copies[node] = graph.create_node("call_function", operator.getitem, (whole, place), name=node.name)
-            copies[node].meta = dict(node.meta)
 
 
 def _result(graph: fx.Graph, value: Any, copies: dict[fx.Node, fx.Node]) -> Any:

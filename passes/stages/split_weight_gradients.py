@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from pdcompiler.core.ir import BackwardParts, Function, Staged, ValueType, is_integer, type_of
-from pdcompiler.core.rewriting import nodes_in, replaced
+from pdcompiler.core.rewriting import is_taken, nodes_in, replaced, unpack
 from pdcompiler.core.value_type import estimate
 from pdcompiler.core.values import is_product, is_view
 
@@ -121,16 +121,11 @@ class _Splitter:
             if node in seen or self.is_cheap(node):
                 continue
             seen.add(node)
-            if node in first or self._is_taken(node):
+            if node in first or is_taken(node):
                 found.add(node)
             else:
                 waiting += node.all_input_nodes
         return sorted(found, key=self.order.__getitem__)
-
-    @staticmethod
-    def _is_taken(node: fx.Node) -> bool:
-        """A placeholder, or an item of one."""
-        return node.op == "placeholder" or (node.target is operator.getitem and node.args[0].op == "placeholder")  # type: ignore[union-attr]
 
     def nbytes(self, values: Iterable[fx.Node]) -> float:
         """Of the memory that stays while values are kept: views of one value are counted once."""
@@ -138,7 +133,7 @@ class _Splitter:
         return math.fsum(self._size(node) for node in bases)
 
     def _base(self, node: fx.Node) -> fx.Node:
-        while is_view(node) and not self._is_taken(node) and node.target is not operator.getitem:
+        while is_view(node) and not is_taken(node) and node.target is not operator.getitem:
             node = node.all_input_nodes[0]
         return node
 
@@ -157,7 +152,7 @@ class _Splitter:
                 continue
             size = {"capacity": self._size(self._base(node))} if isinstance(type_of(node), ValueType) else {}
             network.add_edge((node, "in"), (node, "out"), **size)
-            if node in first or self._is_taken(node):
+            if node in first or is_taken(node):
                 network.add_edge("early", (node, "in"))
                 continue
             for source in node.all_input_nodes:
@@ -181,11 +176,7 @@ class _Splitter:
         for node in placeholders:
             copies[node] = graph.node_copy(node)
         if kept:
-            whole = graph.placeholder("kept")
-            whole.meta = {"type": None, "backward": True}
-            for place, node in enumerate(kept):
-                copies[node] = graph.create_node("call_function", operator.getitem, (whole, place), name=node.name)
-                copies[node].meta = dict(node.meta)
+            unpack(graph, copies, "kept", {node: place for place, node in enumerate(kept)}, backward=True)
         for node in self.nodes:
             if node in needed and node not in copies:
                 copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -15,7 +15,7 @@ from pdcompiler.core.lint import lint
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.schedule_csv import schedule_of
 from pdcompiler.core.schedule_file import read_rows
-from pdcompiler.core.timing import timing
+from pdcompiler.core.timing import unit_timing
 
 LINT_EXAMPLE = "Example: pdcompiler lint schedule.csv --ranks 4 --stages 8 --buffers 1"
 
@@ -57,8 +57,7 @@ def _print(console: Console, finding: Finding) -> None:
 
 def summary(schedule: Schedule) -> str:
     """Of a schedule without errors."""
-    ones = [1.0] * schedule.stages
-    found = timing(schedule, forward=ones, backward=[2.0] * schedule.stages, weight=ones)
+    found = unit_timing(schedule)
     idle = sum(found.bubble) / (found.finish * len(schedule.ranks))
     held = ", ".join(str(schedule.in_flight(rank)) for rank in range(len(schedule.ranks)))
     sizes = f"{len(schedule.ranks)} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pdcompiler.core.finding import Finding, Key, Use, first_uses, key_of
 from pdcompiler.core.messages import Event, Wait, deadlock, least_buffers
 from pdcompiler.core.schedule import Action
-from pdcompiler.core.schedule_csv import MESSAGES, Cell, Op, Rows, reader_of
+from pdcompiler.core.schedule_csv import MESSAGES, Cell, Op, Rows
 
 Uses = Mapping[Key, Use]
 
@@ -52,7 +52,7 @@ def need_of(action: Action, uses: Uses) -> Action | None:
 
 def message(maker: Action) -> tuple[Op, Op]:
     """The send and the receive of what an action gives."""
-    reader = reader_of(maker)
+    reader = maker.reader
     assert reader is not None
     return (
         Op(maker.stage, f"SEND_{maker.phase}", maker.microbatch),
@@ -86,7 +86,7 @@ def _wrong_with(use: Use, uses: Uses) -> str | None:
 
 def _wrong_with_send(use: Use, uses: Uses) -> str | None:
     maker = maker_of(use.op)
-    reader = reader_of(maker)
+    reader = maker.reader
     if reader is None or reader not in uses:
         return "no action needs what it sends"
     if (source := uses.get(maker)) is None or not source.is_before(use):
@@ -99,7 +99,7 @@ def _wrong_with_send(use: Use, uses: Uses) -> str | None:
 
 def _wrong_with_receive(use: Use, uses: Uses) -> str | None:
     maker = maker_of(use.op)
-    reader = reader_of(maker) if maker.stage >= 0 else None
+    reader = maker.reader if maker.stage >= 0 else None
     if reader is None or maker not in uses:
         return "no action makes what it receives"
     needs_it = uses.get(reader)
@@ -133,7 +133,7 @@ def _events(cell: Cell, uses: Uses, is_given: bool) -> Iterator[Event]:
         yield Event(cell, "compute", action, needs=() if need is None or need in away else (need,))
     if not is_given:
         for action in computed:
-            reader = reader_of(action)
+            reader = action.reader
             if reader is not None and reader in uses and uses[reader].rank != cell.rank:
                 yield Event(cell, "send", action, uses[reader].rank)
     for use in own:
@@ -144,7 +144,7 @@ def _events(cell: Cell, uses: Uses, is_given: bool) -> Iterator[Event]:
 def _given(use: Use, uses: Uses) -> Iterator[Event]:
     """A send or receive, where the file has the other too."""
     maker = maker_of(use.op)
-    if maker.stage >= 0 and reader_of(maker) is not None:
+    if maker.stage >= 0 and maker.reader is not None:
         send, receive = message(maker)
         if send in uses and receive in uses and uses[send].rank != uses[receive].rank:
             is_send = use.op == send

@@ -58,7 +58,8 @@ def list_schedule(task: Task, name: str, better: Better = backward_first) -> Sch
 
 
 class _Walk:
-    """Where every rank and stage stands. next: of each stage and phase, the microbatch that comes next."""
+    """Where every rank and stage stands. next: of each stage and phase, the microbatch that comes next.   arrived: when a stage
+    has what an action gives."""
 
     def __init__(self, task: Task, better: Better) -> None:
         self.task, self.better = task, better
@@ -66,7 +67,7 @@ class _Walk:
         self.own = [[s for s in range(task.stages) if task.rank_of[s] == rank] for rank in range(ranks)]
         self.phases = PHASES if task.split else PHASES[:2]
         self.next: dict[tuple[Phase, int], int] = {(phase, s): 0 for phase in self.phases for s in range(task.stages)}
-        self.arrived: dict[Action, float] = {}
+        self.arrived: dict[tuple[Action, int], float] = {}
         self.free, self.held = [0.0] * ranks, [0] * ranks
         self.order: list[list[Action]] = [[] for _ in range(ranks)]
         self.times = [0.0]
@@ -101,11 +102,7 @@ class _Walk:
     def _comes(self, action: Action) -> float:
         """When all that an action needs is there."""
         needs = action.needs(self.task.stages)
-        return max((self.arrived.get(self._message(need, action), math.inf) for need in needs), default=0.0)
-
-    @staticmethod
-    def _message(need: Action, reader: Action) -> Action:
-        return need if need.stage == reader.stage else Action(need.phase, reader.stage, -1 - need.microbatch)
+        return max((self.arrived.get((need, action.stage), math.inf) for need in needs), default=0.0)
 
     def _start(self, rank: int, action: Action, now: float) -> None:
         task = self.task
@@ -116,12 +113,12 @@ class _Walk:
         self.left -= 1
         self.held[rank] += {"F": 1, "B": 0 if task.split else -1, "W": -1}[action.phase]
         heapq.heappush(self.times, end)
-        self.arrived[action] = end
-        reader = action.stage + {"F": 1, "B": -1, "W": 0}[action.phase]
-        if action.phase != "W" and 0 <= reader < task.stages:
-            is_message = task.rank_of[reader] != rank and bool(task.transfer)
-            comes = end + (task.transfer[min(action.stage, reader)] if is_message else 0.0)
-            self.arrived[Action(action.phase, reader, -1 - action.microbatch)] = comes
+        self.arrived[action, action.stage] = end
+        reader = action.reader
+        if reader is not None and reader.stage < task.stages:
+            is_message = task.rank_of[reader.stage] != rank and bool(task.transfer)
+            comes = end + (task.transfer[min(action.stage, reader.stage)] if is_message else 0.0)
+            self.arrived[action, reader.stage] = comes
             heapq.heappush(self.times, comes)
 
     def _stuck(self) -> None:

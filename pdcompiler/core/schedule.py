@@ -49,6 +49,15 @@ class Action:
         return (own, Action("B", self.stage + 1, self.microbatch)) if self.stage < stages - 1 else (own,)
 
 
+    @property
+    def reader(self) -> Action | None:
+        """The action of another stage that needs what this one gives, None where there is none; the last stage's forward has one
+        by name only."""
+        if self.phase == "W" or (self.phase == "B" and not self.stage):
+            return None
+        return Action(self.phase, self.stage + (1 if self.phase == "F" else -1), self.microbatch)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """For each rank its actions in order. `name` is for people only and does not count in comparisons."""

@@ -181,15 +181,8 @@ def _with_communication(schedule: Schedule) -> list[list[Op]]:
     rows: list[list[Op]] = [[] for _ in schedule.ranks]
     for rank, action in schedule.order():
         rows[rank].append(_op_of(action, schedule.split))
-        reader = reader_of(action)
+        reader = action.reader
         if reader is not None and (to := where.get(reader, rank)) != rank:
             rows[rank].append(Op(action.stage, f"SEND_{action.phase}", action.microbatch))
             rows[to].append(Op(reader.stage, f"RECV_{action.phase}", action.microbatch))
     return rows
-
-
-def reader_of(action: Action) -> Action | None:
-    """The action of another stage that needs what this one gives; the last stage's forward has one only by name."""
-    if action.phase == "W" or (action.phase == "B" and not action.stage):
-        return None
-    return Action(action.phase, action.stage + (1 if action.phase == "F" else -1), action.microbatch)

@@ -95,6 +95,12 @@ def timing(
     return Timing(finish, walk.starts, walk.ends, tuple(map(tuple, walk.ranks)))
 
 
+def unit_timing(schedule: Schedule) -> Timing:
+    """At the papers' unit costs: F, B and W take 1 each, a whole backward 2, messages nothing."""
+    ones = [1.0] * schedule.stages
+    return timing(schedule, forward=ones, backward=[2.0] * schedule.stages, weight=ones)
+
+
 class _Walk:
     """Where each rank stands."""
 
@@ -135,11 +141,8 @@ class _Walk:
 
     def message(self, action: Action) -> float:
         """Seconds of the message with what an action gives; 0 where its reader is on the same rank, or nowhere."""
-        if action.phase == "W":
-            return 0.0
-        step = 1 if action.phase == "F" else -1
-        reader = Action(action.phase, action.stage + step, action.microbatch)
-        if self.rank_of.get(reader, self.rank_of[action]) == self.rank_of[action]:
+        reader = action.reader
+        if reader is None or self.rank_of.get(reader, self.rank_of[action]) == self.rank_of[action]:
             return 0.0
         return self.messages[action.phase][min(action.stage, reader.stage)]
 

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import schedules as peer
 
 from pdcompiler import CompileError
 from pdcompiler.core.schedule import Action, Phase, Schedule
-from pdcompiler.core.timing import timing
+from pdcompiler.core.timing import unit_timing
 from pdcompiler.passes.schedules.named import SCHEDULES, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
 from pdcompiler.passes.schedules.v_shaped import dualpipe_v, zb_v
 
@@ -25,8 +25,7 @@ SIZES = [(ranks, microbatches) for ranks in range(1, 9) for microbatches in rang
 
 def span(schedule: Schedule) -> float:
     """When everything is done, at unit costs."""
-    ones = [1.0] * schedule.stages
-    return timing(schedule, forward=ones, backward=[2.0] * schedule.stages, weight=ones).finish
+    return unit_timing(schedule).finish
 
 
 def bubble(schedule: Schedule) -> float:
@@ -122,8 +121,7 @@ def test_bubbles_are_those_of_the_papers(ranks: int, microbatches: int) -> None:
 def test_zb_h2_lets_no_rank_wait_between_its_first_action_and_its_last(ranks: int) -> None:
     for microbatches in range(2 * ranks - 1, 4 * ranks):
         schedule = zb_h2(ranks, microbatches)
-        ones = [1.0] * ranks
-        rows = timing(schedule, forward=ones, backward=[2.0] * ranks, weight=ones).ranks
+        rows = unit_timing(schedule).ranks
         assert [row[-1].end - row[0].start for row in rows] == [3.0 * microbatches] * ranks, microbatches
         assert max(held(schedule)) <= 2 * ranks - 1
 
