@@ -90,11 +90,19 @@ class Partition:
                     modules[path].add(index)
         return calls, modules
 
+    @cached_property
+    def _with_parameters(self) -> frozenset[str]:
+        """The modules that hold parameters themselves."""
+        return frozenset(name.rpartition(".")[0] for stage in self.stages for name in stage.parameters)
+
     def stage_of(self, call: ModuleCall) -> int | None:
-        """The stage of a module call: its own, or that of the innermost known module around it, where all of that has one."""
+        """The stage of a module call: its own, or that of the innermost known module around it, where all of that has one; none
+        where stages part it, which is so where no call of a module with parameters has a stage."""
         calls, modules = self._stages_of
         if call in calls:
             return calls[call]
+        if call.path not in modules and call.path in self._with_parameters:
+            return None
         around = next((modules[path] for path in _around(call.path) if path in modules), set())
         return next(iter(around)) if len(around) == 1 else None
 
@@ -215,4 +223,3 @@ def parse_call(text: str) -> ModuleCall:
     """The inverse of `str(ModuleCall)`: "layers.3" or "layers.3#1" (its second call)."""
     path, _, number = text.partition("#")
     return ModuleCall(path, int(number or 0))
-

@@ -63,3 +63,16 @@ def test_what_a_hand_written_file_needs() -> None:
     text = '{"stages": [{"parameters": ["a"], "calls": ["x", "y#2"]}, {"parameters": [], "calls": []}]}'
     stages = StagePlan(("a",), (ModuleCall("x"), ModuleCall("y", 2))), StagePlan((), ())
     assert Partition.from_json(text) == Partition(stages)
+
+
+def test_a_parted_module_call_has_no_stage() -> None:
+    """Found by T5 in six stages: the norm's weight was on stage 0, and the rest of the block, without the norm, on stage 1."""
+    parted = Partition(
+        (
+            StagePlan(("block.norm.weight",), ()),
+            StagePlan(("block.linear.weight",), (ModuleCall("block"), ModuleCall("block.linear"))),
+        )
+    )
+    assert parted.stage_of(ModuleCall("block.norm")) is None
+    assert parted.stage_of(ModuleCall("block.dropout")) == 1
+    assert parted.stage_of(ModuleCall("block.linear", 1)) == 1
