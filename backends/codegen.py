@@ -83,7 +83,10 @@ class ProgramCode(PlainCode):
             if latest[call[2]] >= end:
                 continue
             left = ", ".join(items.get(i, "_") for i in range(self.arity[call[4]]))
-            result[-1] = f"{call[1]}{f'({left},)' if self.arity[call[4]] == 1 else left} = {call[3]}{call[5] or ''}"
+            freed = call[5] or ""
+            if len(items) < self.arity[call[4]]:  # what nobody reads would be held by its name
+                freed = f"{freed.removesuffix('None')}_ = None" if freed else ";  _ = None"
+            result[-1] = f"{call[1]}{f'({left},)' if self.arity[call[4]] == 1 else left} = {call[3]}{freed}"
             at = end
         return result
 

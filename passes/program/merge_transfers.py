@@ -33,7 +33,7 @@ def merge_transfers(program: Program, machine: Machine) -> Program:
             together[call, rank_of(node), node.meta["microbatch"]].append(node)  # of none: buffers, at the end of a step
     for transfers in together.values():
         if len(transfers) > 1:
-            _merge(program.graph, transfers, max((t.args[0] for t in transfers), key=place.__getitem__))  # type: ignore[arg-type]
+            _merge(program.graph, transfers, max((t.all_input_nodes[0] for t in transfers), key=place.__getitem__))
     return program
 
 
@@ -53,7 +53,7 @@ def _is_small(transfer: fx.Node, machine: Machine) -> bool:
     return bool(copies < machine.link_latency_seconds)
 
 
-def _merge(graph: fx.Graph, transfers: list[fx.Node], last: Any) -> None:
+def _merge(graph: fx.Graph, transfers: list[fx.Node], last: fx.Node) -> None:
     """last: of the values that are sent."""
     values: list[Any] = [transfer.args[0] for transfer in transfers]
     types = [type_of(transfer) for transfer in transfers]

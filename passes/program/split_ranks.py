@@ -46,11 +46,12 @@ class _Projection:
         self.copies: dict[fx.Node, Any] = {}
 
     def run(self, nodes: Iterable[fx.Node]) -> RankProgram:
+        results: Any = self.program.graph.output_node().args[0]
         for node in nodes:
             if node.op == "placeholder":
                 self._keep(node)
             elif node.op == "output":
-                describe(self.graph.output(replaced(node.args[0][self.rank], self.copies)), rank=self.rank)
+                describe(self.graph.output(replaced(results[self.rank], self.copies)), rank=self.rank)
             elif node.target is ops.transfer:
                 self._transfer(node)
             elif node.target is ops.all_reduce:
