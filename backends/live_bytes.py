@@ -26,7 +26,7 @@ from pdcompiler.core import ops
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.events import Memory
 from pdcompiler.core.function_memory import Given, Needs, Value, needs_of
-from pdcompiler.core.ir import RankProgram, ValueType, name_of
+from pdcompiler.core.ir import RankProgram, ValueType, name_of, type_of
 
 PARTS = {"saved": "saved", "kept": "saved", "gradients": "gradients", "buffers": "buffers"}
 """Of what a stage function gives, by the value's name (`ir.RESERVED`); all else is a value on its way."""
@@ -35,11 +35,13 @@ ON_ITS_WAY, MESSAGES, WORKING = "values", "messages", "working memory"
 
 @dataclass(frozen=True)
 class Holds:
-    """What a program holds before it begins. weights, buffers: of each stage by name, the bytes; a tied weight once.   inputs: of
-    each input the bytes of this process's.   rows: of each microbatch.   window: of each channel, how many sends may be open."""
+    """What a program holds before it begins. weights, buffers: of each stage by name, the bytes; a tied weight once.   gradients:
+    of each stage, the bytes of each.   inputs: of each input the bytes of this process's.   rows: of each microbatch.   window: of
+    each channel, how many sends may be open."""
 
     weights: Mapping[int, Mapping[str, int]]
     buffers: Mapping[int, Mapping[str, int]]
+    gradients: Mapping[int, Sequence[int]]
     inputs: Mapping[str, int]
     rows: Sequence[int]
     window: Mapping[str, int]
@@ -119,7 +121,7 @@ class _Walk:
             ops.send: self._send,
             ops.recv: self._receive,
             ops.start_recv: self._receive,
-            ops.pack: lambda node, values: self._new(sum(map(self._size, _pieces(values[0]))), MESSAGES),
+            ops.pack: lambda node, _: self._new(_nbytes(type_of(node)), MESSAGES),
             ops.unpack: self._unpack,
             ops.accumulate: self._like,
             ops.divide: self._like,
@@ -241,15 +243,22 @@ class _Walk:
         return tuple(self._new(int(ValueType(tuple(shape), dtype).nbytes()), MESSAGES) for shape, dtype in types)
 
     def _like(self, node: fx.Node, values: list[Value]) -> Value:
-        """New memory of the same sizes, for a tensor or for each of a tuple."""
+        """New memory of the same sizes, for a tensor or for each of a tuple: a stage's gradients, which may be views, or some."""
         if not isinstance(values[0], tuple):
             return self._new(self._size(values[0]), ON_ITS_WAY)
-        return tuple(self._new(self._size(value), "gradients") for value in values[0])
+        sizes = self.holds.gradients.get(node.meta["stage"], ())
+        if len(sizes) != len(values[0]):
+            sizes = [self._size(value) for value in values[0]]
+        return tuple(self._new(size, "gradients") for size in sizes)
 
     def _reduce(self, node: fx.Node, values: list[Value]) -> Value:
-        """All in one piece of memory of its own."""
-        piece = self._new(self._size(values[0]), "gradients")
-        return tuple(piece for _ in values[0]) if isinstance(values[0], tuple) else piece
+        """All in one piece of memory of its own; what is given may be views of larger pieces."""
+        piece = self._new(sum(_nbytes(type_of(value)) for value in node.all_input_nodes), "gradients")
+        return tuple(piece for _ in values[0])
+
+
+def _nbytes(type: Any) -> int:
+    return int(type.nbytes()) if isinstance(type, ValueType) else 0
 
 
 def _named(given: Value, new: Mapping[int, int], values: Sequence[Value]) -> Value:

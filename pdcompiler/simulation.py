@@ -51,6 +51,7 @@ def _holds(compiled: Compiled, holdings: Holdings, rows: Sequence[int]) -> Holds
     return Holds(
         {stage.index: {name: size[name] for name in stage.parameters} for stage in stages},
         {stage.index: {name: size[name] for name in stage.buffers} for stage in stages},
+        {stage.index: [size[name] for name in stage.gradients] for stage in stages},
         compiled.inputs, rows, compiled.window,
     )  # fmt: skip
 
