@@ -36,8 +36,8 @@ ON_ITS_WAY, MESSAGES, WORKING = "values", "messages", "working memory"
 @dataclass(frozen=True)
 class Holds:
     """What a program holds before it begins. weights, buffers: of each stage by name, the bytes; a tied weight once.   gradients:
-    of each stage, the bytes of each.   inputs: of each input the bytes of this process's.   rows: of each microbatch.   window: of
-    each channel, how many sends may be open."""
+    of each stage, the bytes of each.   inputs: of each input the bytes that this process has.   rows: of each microbatch.
+    window: of each channel, how many sends may be open."""
 
     weights: Mapping[int, Mapping[str, int]]
     buffers: Mapping[int, Mapping[str, int]]
