@@ -12,7 +12,7 @@ from typing import Any
 from pdcompiler.core.asynchronous import NAMES, Asynchronous
 from pdcompiler.core.errors import CompileError
 from pdcompiler.core.plan import SCHEDULE_KINDS, Training
-from pdcompiler.core.schedule import Schedule
+from pdcompiler.core.schedule import Schedule, show
 from pdcompiler.core.schedule_file import read_schedule_file
 from pdcompiler.core.ticks import Ticks
 from pdcompiler.passes.schedules.named import SCHEDULES, interleaved, replicated
@@ -26,9 +26,11 @@ SEVERAL: dict[str, Callable[[int, int], Schedule]] = {"interleaved": interleaved
 
 
 def from_file(schedule: str | Path | Schedule | Asynchronous) -> str | Schedule | Asynchronous:
-    """What stands in a schedule's file; anything else as it is."""
+    """What stands in a schedule's file; the user's own, checked; a name as it is."""
     if isinstance(schedule, Path):
         return read_schedule_file(schedule)
+    if isinstance(schedule, Schedule):
+        return schedule.check()
     if not isinstance(schedule, str) or schedule in (*SCHEDULES, *SEVERAL, *NAMES):
         return schedule
     return read_schedule_file(schedule) if schedule.endswith((".csv", ".txt")) or Path(schedule).is_file() else schedule
@@ -131,7 +133,6 @@ def _count(microbatches: Any) -> int:
 def _checked(schedule: Schedule, placed: Placed, microbatches: Any, world_size: int | None) -> Schedule:
     replicas, pipelines = placed
     stages, world_size = len(replicas), world_size or sum(replicas) * pipelines
-    schedule.check()
     if microbatches not in (None, schedule.microbatches):
         raise CompileError(f"the schedule is for {schedule.microbatches} microbatches, microbatches is {microbatches}")
     if len(schedule.ranks) != world_size or schedule.stages != stages:
@@ -145,5 +146,8 @@ def _checked(schedule: Schedule, placed: Placed, microbatches: Any, world_size: 
 def _check_ranks(schedule: Schedule, replicas: Sequence[int], pipelines: int) -> None:
     """Of the user's own schedule: each stage on as many ranks as it has replicas."""
     for stage, ranks in schedule.replicas.items():
-        if len(ranks) != (wanted := replicas[stage] * pipelines):
-            raise CompileError(f"the schedule has {len(ranks)} ranks for stage {stage}, the partition has {wanted} replicas")
+        wanted = replicas[stage] * pipelines
+        if len(ranks) != wanted:
+            position, first = next((i, a) for i, a in enumerate(schedule.ranks[ranks[-1]]) if a.stage == stage)
+            has = f"the schedule has {len(ranks)} ranks for stage {stage}, the partition has {wanted} replicas"
+            raise CompileError(f"{has}: rank {ranks[-1]}, position {position}: {show(first, True)}")

@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a schedule for other replicas": (
         {"partition": ["last"], "replicas": (3, 1), "schedule": schedule_of("1f1b", (2, 2), 4)},
-        "the schedule has 2 ranks for stage 0, the partition has 3 replicas",
+        "the schedule has 2 ranks for stage 0, the partition has 3 replicas: rank 1, position 0: F1@0",
     ),
 }  # fmt: skip
 

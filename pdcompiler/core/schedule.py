@@ -151,26 +151,45 @@ class Schedule:
         """Raise CompileError unless every stage runs F, B and perhaps W of every microbatch once, in this order on one rank."""
         if not any(self.ranks):
             raise CompileError("the schedule is empty")
-        seen: dict[Action, int] = {}
-        for rank, actions in enumerate(self.ranks):
-            for place, action in enumerate(actions):
-                at = f"rank {rank}, position {place}: {show(action, True)}"
-                if action in seen:
-                    raise CompileError(f"{at} stands twice" + (f", on rank {seen[action]} too" if seen[action] != rank else ""))
-                seen[action] = rank
-                before = Action("B" if action.phase == "W" else "F", action.stage, action.microbatch)
-                what = "backward (B)" if action.phase == "W" else "forward"
-                if seen.get(before) is None:
-                    raise CompileError(f"{at} stands before its {what}")
-                if seen[before] != rank:
-                    raise CompileError(f"{at}: its {what} is on rank {seen[before]}, where what it saved is")
+        places = self._places()
         for stage in range(self.stages):
             for microbatch in range(self.microbatches):
-                for phase in ("F", "B"):
-                    if Action(phase, stage, microbatch) not in seen:
-                        raise CompileError(f"the schedule lacks {phase}{microbatch} on stage {stage}")
+                for phase in PHASES[:2]:
+                    if Action(phase, stage, microbatch) not in places:
+                        raise CompileError(self._lacks(phase, stage, microbatch, places))
         self.order()
         return self
+
+    def _places(self) -> dict[Action, tuple[int, int]]:
+        """Rank and position of each action. Raises CompileError where one stands twice, or without what it needs of its stage."""
+        places: dict[Action, tuple[int, int]] = {}
+        present = frozenset(self)
+        for rank, actions in enumerate(self.ranks):
+            for position, action in enumerate(actions):
+                at = f"rank {rank}, position {position}: {show(action, True)}"
+                if action.phase not in PHASES or action.stage < 0 or action.microbatch < 0:
+                    raise CompileError(f"{at} is no action; expected F, B or W, a microbatch from 0 and a stage from 0")
+                if action in places:
+                    where = places[action][0]
+                    raise CompileError(f"{at} stands twice" + (f", on rank {where} too" if where != rank else ""))
+                places[action] = rank, position
+                before = Action("B" if action.phase == "W" else "F", action.stage, action.microbatch)
+                what = "backward (B)" if action.phase == "W" else "forward"
+                if before not in places:
+                    raise CompileError(f"{at} " + (f"stands before its {what}" if before in present else f"has no {what}"))
+                if places[before][0] != rank:
+                    raise CompileError(f"{at}: its {what} is on rank {places[before][0]}, where what it saved is")
+        return places
+
+    def _lacks(self, phase: Phase, stage: int, microbatch: int, places: dict[Action, tuple[int, int]]) -> str:
+        """What is missing, and where it was expected."""
+        if phase == "B":
+            rank, position = places[Action("F", stage, microbatch)]
+            expected = f", expected on rank {rank} after position {position}, its forward"
+        else:
+            ranks = self.replicas.get(stage, ())
+            expected = f", expected on rank {' or '.join(map(str, ranks))}" if ranks else ", which no rank runs"
+        return f"the schedule lacks {phase}{microbatch} on stage {stage}{expected}"
 
     @staticmethod
     def parse(text: str, name: str = "custom") -> Schedule:

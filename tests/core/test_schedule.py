@@ -112,16 +112,27 @@ def test_what_is_no_action_is_refused_with_its_rank(word: str) -> None:
         ("F0 W0 B0", "rank 0, position 1: W0@0 stands before its backward (B)"),
         ("F0@0 B0@0\nF1@0 B1@0 W0@0", "rank 1, position 2: W0@0: its backward (B) is on rank 0, where what it saved is"),
         ("F0 B0 W0 W0", "rank 0, position 3: W0@0 stands twice"),
-        ("F0 B0 F1", "the schedule lacks B1 on stage 0"),
-        ("F0 B0 F2 B2", "the schedule lacks F1 on stage 0"),
-        ("F0 F1 B0 B1\nF0 B0", "the schedule lacks F1 on stage 1"),
-        ("F0@0 B0@0\nF0@2 B0@2", "the schedule lacks F0 on stage 1"),
+        ("F0 B0 F1", "the schedule lacks B1 on stage 0, expected on rank 0 after position 2, its forward"),
+        ("F0 B0 F2 B2", "the schedule lacks F1 on stage 0, expected on rank 0"),
+        ("F0 F1 B0 B1\nF0 B0", "the schedule lacks F1 on stage 1, expected on rank 1"),
+        ("F0@0 B0@0\nF0@2 B0@2", "the schedule lacks F0 on stage 1, which no rank runs"),
+        ("F0 B0 F1 B2", "rank 0, position 3: B2@0 has no forward"),
+        ("F0 W0", "rank 0, position 1: W0@0 has no backward (B)"),
     ],
 )
 def test_what_is_no_schedule_is_refused_with_the_place(text: str, message: str) -> None:
     with pytest.raises(CompileError) as caught:
         Schedule.parse(text).check()
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("action", [Action("F", -1, 0), Action("F", 0, -1), Action("X", 0, 1)])  # type: ignore[arg-type]
+def test_an_action_of_no_stage_microbatch_or_phase_is_refused(action: Action) -> None:
+    schedule = Schedule(((*one_f_one_b(1, 1).ranks[0], action),))
+    with pytest.raises(CompileError) as caught:
+        schedule.check()
+    told = f"rank 0, position 2: {show(action, True)} is no action; expected F, B or W, a microbatch from 0 and a stage from 0"
+    assert str(caught.value) == told
 
 
 def test_ranks_that_wait_for_each_other_are_refused_with_what_each_waits_for() -> None:
