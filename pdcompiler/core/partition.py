@@ -91,20 +91,22 @@ class Partition:
         return calls, modules
 
     @cached_property
-    def _with_parameters(self) -> frozenset[str]:
-        """The modules that hold parameters themselves."""
-        return frozenset(name.rpartition(".")[0] for stage in self.stages for name in stage.parameters)
+    def _owners_in(self) -> dict[str, list[tuple[int, ...]]]:
+        """Of each module that holds parameters itself, the stages that own each."""
+        found: dict[str, list[tuple[int, ...]]] = {}
+        for name, owners in self.owners().items():
+            found.setdefault(name.rpartition(".")[0], []).append(owners)
+        return found
 
     def stage_of(self, call: ModuleCall) -> int | None:
-        """The stage of a module call: its own, or that of the innermost known module around it, where all of that has one; none
-        where stages part it, which is so where no call of a module with parameters has a stage."""
+        """The stage of a module call: its own, or that of the innermost known module around it, where all of that has one. None
+        where stages part it, which shows in its parameters: that stage does not own them."""
         calls, modules = self._stages_of
         if call in calls:
             return calls[call]
-        if call.path not in modules and call.path in self._with_parameters:
-            return None
         around = next((modules[path] for path in _around(call.path) if path in modules), set())
-        return next(iter(around)) if len(around) == 1 else None
+        stage = next(iter(around)) if len(around) == 1 else None
+        return stage if all(stage in owners for owners in self._owners_in.get(call.path, ())) else None
 
     def modules(self, index: int) -> str:
         """The outermost modules of a stage, first to last, for people. (Only a part of one that other stages also run counts.)"""

@@ -76,3 +76,5 @@ def test_a_parted_module_call_has_no_stage() -> None:
     assert parted.stage_of(ModuleCall("block.norm")) is None
     assert parted.stage_of(ModuleCall("block.dropout")) == 1
     assert parted.stage_of(ModuleCall("block.linear", 1)) == 1
+    outer = Partition((StagePlan(("block.norm.weight",), (ModuleCall("block"),)), SECOND))
+    assert outer.stage_of(ModuleCall("block.norm")) == 0, "the user need not name what is inside"
