@@ -27,6 +27,7 @@ PREFIX = ops.__name__.replace(".", "_") + "_"
 CALL = re.compile(r"^(\s*)(\w+) = (self\.(\w+)\(.*?\))(;.*)?$")
 ITEM = re.compile(r"^\s*(\w+) = (\w+)\[(\d+)\](;.*)?$")
 EFFECT = re.compile(r"^(\s*)(\w+) = ((?:send|write_buffers|stash|update)\(.*\))(;.*)?$")
+WORD = re.compile(r"\w+")
 KEYWORD = re.compile(r"([(,] ?\w+) = ")
 
 
@@ -67,6 +68,7 @@ class ProgramCode(PlainCode):
     def _unpack(self, lines: list[str]) -> list[str]:
         """Merge a call with the lines that take its results apart, where these are all that read it."""
         result: list[str] = []
+        latest = {word: number for number, line in enumerate(lines) for word in WORD.findall(line)}
         at = 0
         while at < len(lines):
             call = CALL.match(lines[at])
@@ -78,10 +80,13 @@ class ProgramCode(PlainCode):
             while end < len(lines) and (item := ITEM.match(lines[end])) and item[2] == call[2]:
                 items[int(item[3])] = item[1]
                 end += 1
-            if any(re.search(rf"\b{call[2]}\b", line) for line in lines[end:]):
+            if latest[call[2]] >= end:
                 continue
             left = ", ".join(items.get(i, "_") for i in range(self.arity[call[4]]))
-            result[-1] = f"{call[1]}{f'({left},)' if self.arity[call[4]] == 1 else left} = {call[3]}{call[5] or ''}"
+            freed = call[5] or ""
+            if len(items) < self.arity[call[4]]:  # what nobody reads would be held by its name
+                freed = f"{freed.removesuffix('None')}_ = None" if freed else ";  _ = None"
+            result[-1] = f"{call[1]}{f'({left},)' if self.arity[call[4]] == 1 else left} = {call[3]}{freed}"
             at = end
         return result
 

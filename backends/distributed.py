@@ -183,6 +183,12 @@ class Distributed:
         self._reach([rank for rank in range(dist.get_world_size()) if rank != self.rank], dist.all_reduce, total, operation)
         return total.to(value.dtype)
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on each of them."""
+        values = [None] * dist.get_world_size()
+        self._reach([rank for rank in range(len(values)) if rank != self.rank], dist.all_gather_object, values, value)
+        return values
+
     def _reach(self, peers: Sequence[int], call: Callable[..., Any], *args: Any) -> Any:
         """Call what needs peers."""
         try:

@@ -57,6 +57,13 @@ class Holdings:
                 self.init(name, held)
         return held
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every parameter and buffer of the model and its loss, held here or elsewhere."""
+        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        if self.extra is not None:
+            named |= {f"loss_fn.{name}": buffer for name, buffer in self.extra.named_buffers()}
+        return {name: tensor.numel() * tensor.element_size() for name, tensor in named.items()}
+
     def tensors(self, names: Iterable[str]) -> tuple[Tensor, ...]:
         """The tensors of these names, without autograd. Raises CompileError where one was never filled."""
         wanted = list(names)

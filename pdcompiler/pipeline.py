@@ -11,23 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from pdcompiler.clipping import clip_gradients
 from pdcompiler.compiler import Request
 from pdcompiler.core.batch import Batch, BatchDims, read_batch
 from pdcompiler.core.errors import CompileError, VerifyError
-from pdcompiler.core.ir import Program, Stage
-from pdcompiler.core.partition import Partition
 from pdcompiler.core.schedule import Schedule
-from pdcompiler.core.ticks import Ticks
 from pdcompiler.gradients import add_gradients
 from pdcompiler.holdings import Holdings, Initialize
+from pdcompiler.inspection import Inspectable
 from pdcompiler.optimizers import MakeOptimizer, whole_optimizer
 from pdcompiler.outputs import LossWeight, StepResult, join_outputs, loss_weights
 from pdcompiler.plain import plain_step
 from pdcompiler.runner import Compiled, Runner
-from pdcompiler.stream import CompiledTick, Stream
+from pdcompiler.stream import Stream
 from pdcompiler.verification import Copies, Report, check_deterministic, compare, first_difference, run_copies
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-1}
@@ -47,7 +45,7 @@ class Options:
     scale_learning_rate: bool = False
 
 
-class Pipeline:
+class Pipeline(Inspectable):
     """A model compiled for several ranks; see the module's docstring, and `pdcompiler.compile` for what it promises."""
 
     def __init__(self, request: Request, options: Options, rank: int | None) -> None:
@@ -58,40 +56,6 @@ class Pipeline:
         self._optimizer: torch.optim.Optimizer | None = None
         if request.ticks is not None and options.optimizer is not None:
             self.stream = Stream(self.runner, request.ticks, options.optimizer, options.scale_learning_rate)
-
-    # what was compiled
-
-    @property
-    def partition(self) -> Partition:
-        """The stages: which parameters and module calls each holds."""
-        return self.runner.traces.fixed_partition()
-
-    @property
-    def schedule(self) -> Schedule | Ticks:
-        """The order of forwards and backwards on each rank; without flushes by ticks, with updates and how old weights are."""
-        return self.request.ticks or self.options.schedule
-
-    @property
-    def program(self) -> Program:
-        """The newest step's program over all ranks."""
-        return self._newest().program
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The newest step's stages: each with its forward and backward graphs."""
-        return self._newest().staged.stages
-
-    @property
-    def ranks(self) -> tuple[fx.GraphModule, ...]:
-        """The newest step's program of each rank: .code, .print_readable(), .graph."""
-        return self._newest().modules
-
-    def _newest(self) -> Compiled | CompiledTick:
-        latest = self.stream.latest if self.stream is not None else self.runner.latest
-        if latest is None:
-            _ = self.partition
-            raise CompileError("no step is compiled yet", ways_out=("take a step first",))
-        return latest
 
     # training and evaluation
 

@@ -21,18 +21,21 @@ from pdcompiler.core.errors import CompileError
 from pdcompiler.core.ir import Microbatch, Program, RankProgram, Staged, Step
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.holdings import Holdings
+from pdcompiler.recording import Recording
 from pdcompiler.traces import Traces
 
 
 @dataclass
 class Compiled:
-    """One step's programs. modules: per rank; in a process of its own, this rank's is bound to its messages."""
+    """One step's programs. modules: per rank; in a process of its own, this rank's is bound to its messages.   inputs: bytes of
+    each, by placeholder."""
 
     step: Step
     program: Program
     ranks: tuple[RankProgram, ...]
     modules: tuple[fx.GraphModule, ...]
     window: dict[str, int]
+    inputs: dict[str, int]
 
     @property
     def staged(self) -> Staged:
@@ -50,6 +53,7 @@ class Runner:
         self.compiled: dict[Any, Compiled] = {}
         self.latest: Compiled | None = None
         self.backend: Distributed | None = None
+        self.recording: Recording | None = None
 
     def compile(self, batch: Batch, weights: Sequence[float], outputs: str, *, gradients: bool) -> Compiled:
         """The programs for a batch: those of an equal step before, or new ones."""
@@ -64,11 +68,11 @@ class Runner:
         parts = tuple((m.start, m.stop, id(m.staged), m.counts) for m in microbatches)
         key = (parts, tuple(batch.dims.items()), outputs, gradients)
         if key not in self.compiled:
-            self.compiled[key] = self._programs(Step(microbatches, batch.dims, outputs), gradients)
+            self.compiled[key] = self._programs(Step(microbatches, batch.dims, outputs), gradients, batch)
         self.latest = self.compiled[key]
         return self.latest
 
-    def _programs(self, step: Step, gradients: bool) -> Compiled:
+    def _programs(self, step: Step, gradients: bool, batch: Batch) -> Compiled:
         self.hold(step.microbatches[0].staged)
         restricted = restrict(self.schedule, step, gradients)
         program = compile_program(self.request, step, restricted, self.holders(), self.schedule.replicas)
@@ -79,7 +83,10 @@ class Runner:
         memory = self.memory(program)
         own = self.backend.meaning(reference.PURE, memory) if self.backend else None
         modules = tuple(generate(p, own if p.rank == self.rank else None) for p in programs)
-        return Compiled(step, program, programs, modules, window)
+        names = [str(node.target) for node in program.graph.nodes if node.op == "placeholder"]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in batch.tensors.values()]
+        inputs = dict(zip(names, sizes, strict=False))  # behind them the losses' weights, a number each
+        return Compiled(step, program, programs, modules, window, inputs)
 
     def holders(self) -> dict[str, tuple[int, ...]]:
         """The ranks that hold each parameter whose gradient has several parts: the replicas of its stage, of all its stages where
@@ -137,8 +144,11 @@ class Runner:
         if self.backend is None:
             with torch.autocast(self.device.type, enabled=False):
                 return dict(enumerate(reference.run_ranks(compiled.ranks, inputs, self.memory(compiled.program))))
-        rank = self.backend.rank
-        return {rank: self.backend.run(compiled.ranks[rank], compiled.modules[rank], inputs, compiled.window)}
+        rank, backend = self.backend.rank, self.backend
+        if self.recording is not None:
+            meaning = backend.meaning(reference.PURE, self.memory(compiled.program))
+            return {rank: self.recording.run(backend, compiled.ranks[rank], meaning, inputs, compiled.window)}
+        return {rank: backend.run(compiled.ranks[rank], compiled.modules[rank], inputs, compiled.window)}
 
 
 def restrict(schedule: Schedule, step: Step, gradients: bool) -> Schedule:

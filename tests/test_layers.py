@@ -29,8 +29,8 @@ LONGEST_FILE = 300
 CORE_LIBRARIES = {"torch", "sympy", "networkx", "numpy", "numba", "scipy"}
 FACE = (
     "__init__", "branching", "break_even", "cli", "commands/costs", "compiler", "entry", "given_partition", "given_schedule",
-    "pipeline", "plan_partition", "planner", "planning_trace", "ranking", "runner", "search", "stream", "stream_memory",
-    "testing", "verification",
+    "pipeline", "plan_partition", "planner", "planning_trace", "ranking", "recording", "runner", "search", "simulation", "stream",
+    "stream_memory", "testing", "verification",
 )  # fmt: skip
 SEES_BOTH_SIDES = {f"pdcompiler/{name}.py" for name in FACE}
 READS_ENVIRONMENT = {"backends/distributed.py", "pdcompiler/compiler.py", "pdcompiler/pipeline.py"}

@@ -27,12 +27,13 @@ from pdcompiler.core.machine import Machine
 def merge_transfers(program: Program, machine: Machine) -> Program:
     """See the module's docstring."""
     together: dict[tuple[Any, ...], list[fx.Node]] = defaultdict(list)
-    for node in program.graph.nodes:
+    place = {node: number for number, node in enumerate(program.graph.nodes)}
+    for node in place:
         if node.target is ops.transfer and (call := _call(node)) is not None and _is_small(node, machine):
             together[call, rank_of(node), node.meta["microbatch"]].append(node)  # of none: buffers, at the end of a step
     for transfers in together.values():
         if len(transfers) > 1:
-            _merge(program.graph, transfers)
+            _merge(program.graph, transfers, max((t.all_input_nodes[0] for t in transfers), key=place.__getitem__))
     return program
 
 
@@ -52,13 +53,13 @@ def _is_small(transfer: fx.Node, machine: Machine) -> bool:
     return bool(copies < machine.link_latency_seconds)
 
 
-def _merge(graph: fx.Graph, transfers: list[fx.Node]) -> None:
+def _merge(graph: fx.Graph, transfers: list[fx.Node], last: fx.Node) -> None:
+    """last: of the values that are sent."""
     values: list[Any] = [transfer.args[0] for transfer in transfers]
     types = [type_of(transfer) for transfer in transfers]
     note = {key: transfers[0].meta[key] for key in ("stage", "microbatch", "phase")}
     size = sum(evaluate(type.nbytes(), 1) for type in types)
     bytes_ = ValueType((size,), torch.uint8, types[0].device)
-    last = max(values, key=list(graph.nodes).index)
     with graph.inserting_after(last):
         packed = graph.call_function(ops.pack, (tuple(values),))
     describe(packed, rank=rank_of(values[0]), type=bytes_, **note)

@@ -12,6 +12,7 @@ for its receive. A reduction over ranks becomes one call on each of them, of its
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx, nn
@@ -22,7 +23,20 @@ from pdcompiler.core.ir import Program, RankProgram, ValueType, describe, elimin
 
 def split_ranks(program: Program) -> tuple[RankProgram, ...]:
     """One program per rank, see the module's docstring."""
-    return tuple(_Projection(program, rank).run() for rank in range(program.ranks))
+    own: list[list[fx.Node]] = [[] for _ in range(program.ranks)]
+    for node in program.graph.nodes:
+        for rank in _ranks_of(node, program.ranks):
+            own[rank].append(node)
+    return tuple(_Projection(program, rank).run(nodes) for rank, nodes in enumerate(own))
+
+
+def _ranks_of(node: fx.Node, ranks: int) -> Iterable[int]:
+    """Those whose program a node stands in."""
+    if node.op in ("placeholder", "output"):
+        return range(ranks)
+    if node.target is ops.transfer:
+        return {rank_of(node.args[0]), rank_of(node)}  # type: ignore[arg-type]
+    return node.kwargs["ranks"] if node.target is ops.all_reduce else (rank_of(node),)  # type: ignore[return-value]
 
 
 class _Projection:
@@ -31,17 +45,18 @@ class _Projection:
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, Any] = {}
 
-    def run(self) -> RankProgram:
-        for node in self.program.graph.nodes:
+    def run(self, nodes: Iterable[fx.Node]) -> RankProgram:
+        results: Any = self.program.graph.output_node().args[0]
+        for node in nodes:
             if node.op == "placeholder":
                 self._keep(node)
             elif node.op == "output":
-                describe(self.graph.output(replaced(node.args[0][self.rank], self.copies)), rank=self.rank)
+                describe(self.graph.output(replaced(results[self.rank], self.copies)), rank=self.rank)
             elif node.target is ops.transfer:
                 self._transfer(node)
             elif node.target is ops.all_reduce:
                 self._reduce(node)
-            elif rank_of(node) == self.rank and node not in self.copies:
+            elif node not in self.copies:
                 self._keep(node)
         eliminate_dead_code(self.graph)
         for node in list(self.graph.nodes):
@@ -68,15 +83,13 @@ class _Projection:
             note = {key: node.meta[key] for key in ("stage", "microbatch", "phase", "type")}
             sent = self.graph.call_function(ops.send, (self.copies[value],), {"to": to, "channel": channel})
             describe(sent, rank=frm, **note)
-        elif self.rank == to:
+        else:
             assert isinstance(type, ValueType)
             what = {"frm": frm, "channel": channel, "shape": tuple(type.shape), "dtype": type.dtype}
             self._add(node, "call_function", ops.recv, (), what, name_of(node))
 
     def _reduce(self, node: fx.Node) -> None:
         ranks: Any = node.kwargs["ranks"]
-        if self.rank not in ranks:
-            return
         values: Any = node.args[0]
         own = ranks.index(self.rank)
         part = replaced(values[own], self.copies)

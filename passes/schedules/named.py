@@ -126,12 +126,12 @@ def replicated(name: str, replicas: Sequence[int], microbatches: int, pipelines:
             earlier, later = -(-sum(replicas[:stage]) // count), -(-sum(replicas[stage + 1 :]) // count)
             for replica in range(count):
                 own = range(replica * pipelines + pipeline, microbatches, count * pipelines)
-                order = _order(name, earlier, earlier + 1 + later, len(own)) if own else ()
+                order = _plain(name, earlier + 1 + later, len(own)).ranks[earlier] if own else ()
                 ranks.append(tuple(Action(action.phase, stage, own[action.microbatch]) for action in order))
     return Schedule(tuple(ranks), name)
 
 
-@lru_cache(maxsize=1024)
-def _order(name: str, stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
-    """Of one of so many stages."""
-    return SCHEDULES[name](stages, microbatches).ranks[stage]
+@lru_cache(maxsize=64)
+def _plain(name: str, stages: int, microbatches: int) -> Schedule:
+    """Without replicas; each of its ranks is asked for in turn."""
+    return SCHEDULES[name](stages, microbatches)

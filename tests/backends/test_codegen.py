@@ -68,14 +68,14 @@ RANK_1 = """
             stage1_weights = weights(stage=1, rank=1)
             target_0 = microbatch(target, start=0, stop=2, dim=0)
             tanh_0 = finish_recv(pending_tanh_0);  pending_tanh_0 = None
-            loss_0, _, saved_0 = self.stage1_forward(stage1_weights, tanh_0, target_0);  tanh_0 = None
+            loss_0, _, saved_0 = self.stage1_forward(stage1_weights, tanh_0, target_0);  tanh_0 = _ = None
             loss_weight_0 = loss_weights[0]
             weighted_loss_0 = loss_0 * loss_weight_0;  loss_0 = None
             d_second_mm_0, gradients_0 = self.stage1_backward(stage1_weights, saved_0, loss_weight_0, target_0);  saved_0 = loss_weight_0 = target_0 = None
             send(d_second_mm_0, to=0, channel='1->0');  d_second_mm_0 = None
             target_1 = microbatch(target, start=2, stop=4, dim=0);  target = None
             tanh_1 = finish_recv(pending_tanh_1);  pending_tanh_1 = None
-            loss_1, _, saved_1 = self.stage1_forward(stage1_weights, tanh_1, target_1);  tanh_1 = None
+            loss_1, _, saved_1 = self.stage1_forward(stage1_weights, tanh_1, target_1);  tanh_1 = _ = None
             loss_weight_1 = loss_weights[1];  loss_weights = None
             weighted_loss_1 = loss_1 * loss_weight_1;  loss_1 = None
             loss = accumulate(weighted_loss_0, weighted_loss_1);  weighted_loss_0 = weighted_loss_1 = None
