@@ -22,6 +22,7 @@ from pdcompiler.core.batch import Batch
 from pdcompiler.core.ir import Trace
 from pdcompiler.core.machine import Machine
 from pdcompiler.core.partition import Partition
+from pdcompiler.given_schedule import SEVERAL
 from pdcompiler.passes.partition.make_partition import make_partition
 from pdcompiler.passes.partition.problem import make_problem
 from pdcompiler.testing import LossFunction
@@ -46,32 +47,35 @@ class TracedOnce:
 
 
 def check_every_cut(
-    model: nn.Module, x: Tensor, target: Tensor, loss_fn: LossFunction, world_sizes: Sequence[int] = (2, 3), at_most: int = 12
-) -> None:
-    """Gradients, loss, outputs and buffers equal the loop's for each partition (every n-th where there are more than `at_most`);
-    the two schedules take turns."""
+    model: nn.Module, x: Tensor, target: Tensor, loss_fn: LossFunction, stages: Sequence[int] = (2, 3), at_most: int = 12,
+    schedules: Sequence[str] = SCHEDULES, microbatches: int = MICROBATCHES,
+) -> list[pdcompiler.Pipeline]:  # fmt: skip
+    """Gradients, loss, outputs and buffers equal the loop's for each partition into so many stages (every n-th where there are
+    more than `at_most`); the schedules take turns. Gives the pipelines."""
     once = TracedOnce()
     with mock.patch.object(traces, "trace_model", once):
-        first = AgainstLoop(model, 1, microbatches=MICROBATCHES, loss_fn=loss_fn)
+        first = AgainstLoop(model, 1, microbatches=microbatches, loss_fn=loss_fn)
         first.step(x, target=target)
         trace = next(iter(once.made.values()))
-        for world_size in world_sizes:
-            for number, partition in enumerate(_partitions(model, trace, world_size, at_most)):
-                schedule = SCHEDULES[number % len(SCHEDULES)]
-                checked = AgainstLoop(
-                    model, world_size, schedule, microbatches=MICROBATCHES, loss_fn=loss_fn, partition=partition
-                )
+        pipes = []
+        for count in stages:
+            for number, partition in enumerate(_partitions(model, trace, count, at_most)):
+                schedule = schedules[number % len(schedules)]
+                ranks = count // 2 if schedule in SEVERAL else count
+                checked = AgainstLoop(model, ranks, schedule, microbatches=microbatches, loss_fn=loss_fn, partition=partition)
                 try:
                     checked.step(x, target=target)
                 except Exception as error:
                     error.add_note(f"{schedule}, stages:\n{partition}")
                     raise
+                pipes.append(checked.pipe)
+    return pipes
 
 
-def _partitions(model: nn.Module, trace: Trace, world_size: int, at_most: int) -> Iterator[Partition]:
+def _partitions(model: nn.Module, trace: Trace, stages: int, at_most: int) -> Iterator[Partition]:
     problem = make_problem(trace, Machine().take(2), ROWS)
-    cuts = list(itertools.combinations(numpy.flatnonzero(problem.legal).tolist(), world_size - 1))
-    assert cuts, f"the model can't be cut in {world_size}"
+    cuts = list(itertools.combinations(numpy.flatnonzero(problem.legal).tolist(), stages - 1))
+    assert cuts, f"the model can't be cut in {stages}"
     for places in cuts[:: -(-len(cuts) // at_most)]:
         yield make_partition(trace, problem, places, fingerprint(model))
 

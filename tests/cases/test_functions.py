@@ -172,7 +172,7 @@ class Beside(Layers):
 def test_case_7b_a_saved_value_as_the_gradient(kind: str) -> None:
     """Weight decay as a Function: the gradient is the weight itself, or a value of the forward."""
     with pytest.warns(UserWarning, match="does not depend on the loss"):
-        check_every_cut(seeded(lambda: Beside(kind)), x, target, F.mse_loss, world_sizes=(3,), at_most=6)
+        check_every_cut(seeded(lambda: Beside(kind)), x, target, F.mse_loss, stages=(3,), at_most=6)
 
 
 class ZeroGradients(Layers):
