@@ -12,7 +12,8 @@ channel without a window, too, where it is started in its place.
 
 At most `window` receives of a channel are open ahead of their place, so receive buffers do not grow with the number of
 microbatches. A receive is started where the one `window` before it stood, or at the beginning: never later than before this
-pass, in the same order per channel, so the proof against deadlock stays. It is finished right before its first reader.
+pass, in the same order per channel, so the proof against deadlock stays. It is finished right before its first reader, and a
+message of several values is taken apart there: before, the rank would wait for what it does not need yet.
 """
 
 from __future__ import annotations
@@ -67,9 +68,18 @@ def _finish(receive: fx.Node, place: dict[fx.Node, int]) -> None:
         receive.replace_all_uses_with(start)
         receive.graph.erase_node(receive)
         return
-    reader = min(receive.users, key=lambda user: place.get(user, 0), default=None)
+    values = _unpacked(receive)
+    readers = [user for value in values for user in value.users if user not in values]
+    reader = min(readers, key=lambda user: place.get(user, 0), default=None)
     if reader is not None:
-        reader.prepend(receive)
+        for value in values:
+            reader.prepend(value)
+
+
+def _unpacked(receive: fx.Node) -> list[fx.Node]:
+    """The receive, and where its message is several values, these."""
+    unpacks = [user for user in receive.users if user.target is ops.unpack]
+    return [receive, *unpacks, *(item for unpack in unpacks for item in unpack.users)]
 
 
 def _finish_restored(graph: fx.Graph) -> None:

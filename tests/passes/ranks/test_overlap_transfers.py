@@ -1,5 +1,7 @@
 """Receives are started early, within the window and in the channel's order, and finished right before their first reader."""
 
+import operator
+
 import pytest
 import torch
 from torch import fx
@@ -84,6 +86,23 @@ def first_reader(node: fx.Node) -> fx.Node:
     while following not in node.users:
         following = following.next
     return following
+
+
+def test_a_message_of_several_values_is_finished_and_taken_apart_where_the_first_is_read() -> None:
+    """In the programs' one order both messages stand before the first reader; to wait for the second there would hold up rank 0,
+    too, which waits for what rank 1 makes of the first."""
+    writer = Writer()
+    x, values = writer.input("x"), []
+    for m in range(2):
+        packed = writer.call(ops.pack, (x, x), name=f"packed{m}", microbatch=m)
+        moved = writer.call(ops.transfer, packed, rank=1, name=f"moved{m}", microbatch=m, to=1)
+        unpacked = writer.call(ops.unpack, moved, rank=1, name=f"unpacked{m}", microbatch=m)
+        values.append([writer.call(operator.getitem, unpacked, i, rank=1, name=f"v{m}{i}", microbatch=m) for i in range(2)])
+    results = [writer.call(torch.add, *pair, rank=1, name=f"y{m}", microbatch=m) for m, pair in enumerate(values)]
+    receiver = split_ranks(writer.program({1: {"outputs": [results]}}))[1]
+    names = [node.name for node in overlap_transfers(receiver, {"0->1": 2}).graph.nodes]
+    parts = ["moved0", "unpacked0", "v00", "v01", "y0", "moved1", "unpacked1", "v10", "v11", "y1"]
+    assert [name for name in names if name in parts] == parts
 
 
 def test_channels_have_windows_of_their_own() -> None:
