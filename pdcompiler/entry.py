@@ -23,10 +23,12 @@ from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.ticks import Ticks
 from pdcompiler.given_partition import read_partition, read_replicas
 from pdcompiler.given_schedule import (
+    AUTO,
     Placed,
     evaluation_schedule,
     from_file,
     is_automatic,
+    like_which,
     placement,
     read_schedule,
     read_ticks,
@@ -38,6 +40,8 @@ from pdcompiler.microbatches import best_microbatches
 from pdcompiler.optimizers import MakeOptimizer
 from pdcompiler.outputs import LossWeight
 from pdcompiler.pipeline import Options, Pipeline
+from pdcompiler.schedule_choice import choose_schedule
+from pdcompiler.traces import Traces
 
 
 def compile(
@@ -73,11 +77,12 @@ def compile(
         loss_fn: (outputs, target) -> scalar. None: the model's own loss (outputs.loss, outputs["loss"], a scalar output).
         schedule: "1f1b", "gpipe", "zb-h1", "zb-h2"; of several stages a rank "interleaved", "zb-v", "dualpipe-v"; or a Schedule,
             or its file, as text or as the CSV of torch.distributed.pipelining, whose communication is checked and left out;
+            "auto": the fastest that is found for the example batch's costs and the machine's memory;
             without flushes "pipedream" or "pipedream-2bw", or an Asynchronous.
         microbatches: how many a batch is cut into; "auto": as many as make a step of the example batch the fastest, by the
             planner's costs for the machine; None: twice the number of ranks. Of pipedream-2bw: those of one update; pipedream
             has none.
-        stages_per_rank: of "interleaved"; None: 2.
+        stages_per_rank: of "interleaved", None: 2; of "auto", round the ranks, None: 1.
         optimizer: a function of a list of parameters that makes a torch.optim optimizer of them: `pipe.optimizer`. Without
             flushes it must be given, for the update is a part of the step: there is one optimizer for each stage.
         machine: what is compiled for: a Machine, a ready one's name ("h100-servers", ...), or its TOML file; of one with more
@@ -99,8 +104,10 @@ def compile(
     """
     running = _check(model, world_size)
     _check_loss(loss_fn)
-    schedule = from_file(schedule)
-    automatic = is_automatic(microbatches, schedule, bool(example_args or example_kwargs))
+    has_example = bool(example_args or example_kwargs)
+    asked = from_file(schedule)
+    schedule = like_which(asked, stages_per_rank, has_example)
+    automatic = is_automatic(microbatches, schedule, has_example)
     given = read_partition(partition, model)
     several = stages_of(schedule, world_size, stages_per_rank)
     placed = read_replicas(given, replicas, world_size, several)
@@ -116,8 +123,12 @@ def compile(
         batch = read_batch(model, example_args, example_kwargs or {}, example_target, batch_dims)
         flushing = read_schedule(flushing.name, placed, best_microbatches(request, batch), world_size)
         request = replace(request, training=training_of(flushing))
+    traces = Traces(request := replace(request, splits=request.splits or asked == AUTO))
+    if asked == AUTO:
+        batch = read_batch(model, example_args, example_kwargs or {}, example_target, batch_dims)
+        flushing = choose_schedule(request, traces, batch, flushing)
     options = Options(flushing, loss_weight, batch_dims, timeout, init, optimizer, scales)
-    pipe = Pipeline(request, options, None if running is None else running[0])
+    pipe = Pipeline(request, options, None if running is None else running[0], traces)
     if example_args or example_kwargs:
         pipe.prepare(*example_args, target=example_target, **(example_kwargs or {}))
     return pipe

@@ -24,6 +24,10 @@ Placed = tuple[tuple[int, ...], int]
 SEVERAL: dict[str, Callable[[int, int], Schedule]] = {"interleaved": interleaved, "zb-v": zb_v, "dualpipe-v": dualpipe_v}
 """Of several stages a rank: two, or of interleaved as many as the user says."""
 
+ONE_STAGE_A_RANK = tuple(SCHEDULES)
+AUTO = "auto"
+"""Found for the costs of the example batch."""
+
 
 def from_file(schedule: str | Path | Schedule | Asynchronous) -> str | Schedule | Asynchronous:
     """What stands in a schedule's file; the user's own, checked; a name as it is."""
@@ -31,7 +35,7 @@ def from_file(schedule: str | Path | Schedule | Asynchronous) -> str | Schedule 
         return read_schedule_file(schedule)
     if isinstance(schedule, Schedule):
         return schedule.check()
-    if not isinstance(schedule, str) or schedule in (*SCHEDULES, *SEVERAL, *NAMES):
+    if not isinstance(schedule, str) or schedule in (*SCHEDULES, *SEVERAL, *NAMES, AUTO):
         return schedule
     return read_schedule_file(schedule) if schedule.endswith((".csv", ".txt")) or Path(schedule).is_file() else schedule
 
@@ -41,7 +45,7 @@ def stages_of(schedule: str | Schedule | Asynchronous, world_size: int, stages_p
     if stages_per_rank is not None and (schedule != "interleaved" or not isinstance(stages_per_rank, int) or stages_per_rank < 1):
         raise CompileError(
             f"stages_per_rank is {stages_per_rank!r}, the schedule {schedule if isinstance(schedule, str) else schedule.name!r}",
-            ways_out=('a number of at least 1, for schedule="interleaved"; other schedules have their own',),
+            ways_out=('a number of at least 1, for schedule="interleaved" or "auto"; other schedules have their own',),
         )
     if isinstance(schedule, str):
         return (stages_per_rank or 2) * world_size if schedule in SEVERAL else None
@@ -53,6 +57,18 @@ def stages_of(schedule: str | Schedule | Asynchronous, world_size: int, stages_p
 def placement(schedule: Schedule) -> tuple[int, ...]:
     """The rank of each stage, where ranks run several; else empty."""
     return tuple(ranks[0] for ranks in schedule.replicas.values()) if schedule.stages > len(schedule.ranks) else ()
+
+
+def like_which(
+    schedule: str | Schedule | Asynchronous, stages_per_rank: int | None, has_example: bool
+) -> str | Schedule | Asynchronous:
+    """"auto" as the named schedule that has its ranks and stages; any other as it is."""
+    if not isinstance(schedule, str) or schedule != AUTO:
+        return schedule
+    if not has_example:
+        ways_out = ("example_args or example_kwargs",)
+        raise CompileError(f'schedule is "{AUTO}", but there is no batch whose costs could be known', ways_out=ways_out)
+    return "1f1b" if stages_per_rank is None else "interleaved"
 
 
 def is_automatic(microbatches: Any, schedule: str | Schedule | Asynchronous, has_example: bool) -> bool:
@@ -78,7 +94,7 @@ def read_schedule(schedule: str | Schedule, placed: Placed, microbatches: Any, w
             return interleaved(world_size, count, len(placed[0]) // world_size)
         return SEVERAL[schedule](world_size, count)
     if schedule not in SCHEDULES:
-        names = sorted({*SCHEDULES, *SEVERAL, *NAMES})
+        names = sorted({*SCHEDULES, *SEVERAL, *NAMES, AUTO})
         raise CompileError(f"there is no schedule {schedule!r}", ways_out=(f"one of {names}", "a Schedule", "its file"))
     replicas, pipelines = placed
     count = _count(2 * sum(replicas) * pipelines if microbatches is None else microbatches)

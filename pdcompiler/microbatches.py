@@ -34,7 +34,10 @@ def best_microbatches(request: Request, batch: Batch) -> int:
         if request.partition.explanation is None:
             raise CompileError('microbatches is "auto", and the given partition was planned for none', ways_out=("a number",))
         return request.partition.explanation.microbatches
-    rows_of = {count: -(-batch.rows // count) for count in microbatch_counts(batch.rows, None)}
+    least = max(request.replicas or (1,))
+    rows_of = {count: -(-batch.rows // count) for count in microbatch_counts(batch.rows, None) if count >= least}
+    if not rows_of:
+        raise CompileError(f"the example batch has {batch.rows} rows, and a stage {least} replicas", ways_out=("a larger batch",))
     asked = min(rows_of, key=lambda count: abs(count - 2 * request.world_size))
     trace = Traces(request).trace(batch, rows_of[asked], gradients=True)
     best, refusal = (float("inf"), asked), None

@@ -26,6 +26,7 @@ from pdcompiler.outputs import LossWeight, StepResult, join_outputs, loss_weight
 from pdcompiler.plain import plain_step
 from pdcompiler.runner import Compiled, Runner
 from pdcompiler.stream import Stream
+from pdcompiler.traces import Traces
 from pdcompiler.verification import Copies, Report, check_deterministic, compare, first_difference, run_copies
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-1}
@@ -48,10 +49,10 @@ class Options:
 class Pipeline(Inspectable):
     """A model compiled for several ranks; see the module's docstring, and `pdcompiler.compile` for what it promises."""
 
-    def __init__(self, request: Request, options: Options, rank: int | None) -> None:
+    def __init__(self, request: Request, options: Options, rank: int | None, traces: Traces) -> None:
         self.request, self.options, self.rank = request, options, rank
         self.holdings = Holdings(request.model, request.loss_fn, request.device, options.init)
-        self.runner = Runner(request, options.schedule, options.timeout, rank, self.holdings)
+        self.runner = Runner(request, options.schedule, options.timeout, rank, self.holdings, traces)
         self.stream: Stream | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         if request.ticks is not None and options.optimizer is not None:

@@ -46,10 +46,11 @@ class Compiled:
 class Runner:
     """Programs by what a step computes; see the module's docstring. rank: None where all ranks run in this process."""
 
-    def __init__(self, request: Request, schedule: Schedule, timeout: float, rank: int | None, holdings: Holdings) -> None:
+    def __init__(
+        self, request: Request, schedule: Schedule, timeout: float, rank: int | None, holdings: Holdings, traces: Traces
+    ) -> None:
         self.request, self.schedule, self.timeout, self.rank = request, schedule, timeout, rank
-        self.holdings = holdings
-        self.traces = Traces(request)
+        self.holdings, self.traces = holdings, traces
         self.compiled: dict[Any, Compiled] = {}
         self.latest: Compiled | None = None
         self.backend: Distributed | None = None

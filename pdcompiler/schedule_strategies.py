@@ -10,9 +10,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from pdcompiler.core.schedule import PHASES, Action, Schedule
-from pdcompiler.given_schedule import SEVERAL, read_schedule
+from pdcompiler.given_schedule import ONE_STAGE_A_RANK, SEVERAL, read_schedule
 
-ONE_STAGE_A_RANK = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 MUTATIONS = ("swap", "swap neighbours", "drop", "double", "shift", "move", "change", "move stage")
 
 

@@ -98,7 +98,7 @@ class Costs:
         return self.known[key]
 
     def _cost_of_call(self, name: str, rows: int) -> Cost:
-        return total_cost(map(cost_of, self.program.root.get_submodule(name).graph.nodes)).at(rows)  # type: ignore[union-attr, arg-type]
+        return cost_of_function(self.program.root.get_submodule(name).graph, rows)  # type: ignore[arg-type]
 
     def _bytes(self, node: fx.Node) -> int:
         """Of what a word gives; the sums of gradients are a tuple of a stage's."""
@@ -112,14 +112,29 @@ class Costs:
 
     def message(self, sender: int, receiver: int, nbytes: int) -> tuple[float, float]:
         """See `Prices`."""
-        level = self.machine.levels[self.port(sender, receiver)]
-        return level.latency_seconds, nbytes / level.bytes_per_second
+        return message_seconds(self.machine, sender, receiver, nbytes)
 
     def port(self, sender: int, receiver: int) -> int:
         """See `Prices`."""
         return self.machine.level_of(min(sender, receiver), max(sender, receiver))
 
     def reduce(self, ranks: Sequence[int], nbytes: int) -> float:
-        """A ring: 2 (ranks - 1) steps, each of a rank's share."""
-        latency, seconds = self.message(min(ranks), max(ranks), nbytes)
-        return 2 * (len(ranks) - 1) * (latency + seconds / len(ranks))
+        """See `Prices`."""
+        return reduce_seconds(self.machine, ranks, nbytes)
+
+
+def cost_of_function(graph: fx.Graph, rows: int) -> Cost:
+    """Of a call of a stage's function."""
+    return total_cost(map(cost_of, graph.nodes)).at(rows)
+
+
+def message_seconds(machine: Machine, sender: int, receiver: int, nbytes: float) -> tuple[float, float]:
+    """Latency, and what its bytes take on the level that joins two ranks."""
+    level = machine.levels[machine.level_of(min(sender, receiver), max(sender, receiver))]
+    return level.latency_seconds, nbytes / level.bytes_per_second
+
+
+def reduce_seconds(machine: Machine, ranks: Sequence[int], nbytes: float) -> float:
+    """Of a sum over ranks, in a ring: 2 (ranks - 1) steps, each of a rank's share."""
+    latency, seconds = message_seconds(machine, min(ranks), max(ranks), nbytes)
+    return 2 * (len(ranks) - 1) * (latency + seconds / len(ranks))

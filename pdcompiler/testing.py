@@ -9,8 +9,8 @@ fast, and it is no substitute for `Pipeline.verify`, which also says *where* a p
 
 For training without flushes, where a minibatch is on older weights, the oracle is `asynchronous_steps`, from `pdcompiler.oracle`.
 Random models and whole random cases for property tests come from `pdcompiler.strategies`, asynchronous ones from
-`pdcompiler.asynchronous_strategies`, random schedules and faulty ones from `pdcompiler.schedule_strategies`, random planner
-problems from `pdcompiler.workload_strategies`, all re-exported here.
+`pdcompiler.asynchronous_strategies`, random schedules and faulty ones from `pdcompiler.schedule_strategies`, what `auto` is found
+for from `pdcompiler.schedule_problem_strategies`, planner problems from `pdcompiler.workload_strategies`, all re-exported here.
 """
 
 import copy
@@ -43,6 +43,8 @@ from pdcompiler.plain import split_rows as split_rows
 from pdcompiler.random_model import Batch as Batch
 from pdcompiler.random_model import ModelSpec as ModelSpec
 from pdcompiler.random_model import RandomModel as RandomModel
+from pdcompiler.schedule_problem_strategies import random_problem as random_problem
+from pdcompiler.schedule_problem_strategies import schedule_problems as schedule_problems
 from pdcompiler.schedule_strategies import any_schedules as any_schedules
 from pdcompiler.schedule_strategies import mutated_schedules as mutated_schedules
 from pdcompiler.schedule_strategies import named_schedules as named_schedules

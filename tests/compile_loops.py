@@ -1,4 +1,7 @@
-"""Compile the planner's native loops once; each worker of the tests would do it for itself. `make test` runs this first."""
+"""Compile the native loops of planner and schedules once; each worker of the tests would do it for itself.
+
+`make test` runs this first.
+"""
 
 import numpy
 
@@ -8,7 +11,9 @@ from pdcompiler.core.period import Seconds, drained, period
 from pdcompiler.core.plan import SCHEDULE_KINDS, Training
 from pdcompiler.core.ticks import Ticks
 from pdcompiler.core.workload import Value, Workload
+from pdcompiler.passes.schedules.automatic import automatic
 from pdcompiler.planner import plan, straight_plan
+from pdcompiler.schedule_problem_strategies import random_problem
 
 DEVICE = Device("device", 1.0, 1.0, 1e9)
 LEVELS = (Level("inner", 2, 2.0, 0.0), Level("outer", 2, 1.0, 0.0))
@@ -28,6 +33,7 @@ def main() -> None:
     for spare, most in ((None, numpy.inf), (ones, 3.0)):
         plan_straight(StraightProblem(edges, (((0, 1, 2), 1.0),), ones, 2, spare, ones, most))
     period(Ticks((1, 1), (1, 0)), Seconds((1.0, 1.0), (2.0, 2.0)))
+    automatic(random_problem(0, sizes=(2, 2))[0])
     drained((1, 1), (1, 0), 2, Seconds((1.0, 1.0), (2.0, 2.0)))
 
 

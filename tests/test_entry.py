@@ -48,8 +48,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "world size 0": ({"world_size": 0}, "world_size is 0, expected 1 or more"),
     "unknown schedule": (
         {"schedule": "1b1f"},
-        "there is no schedule '1b1f'\n  try: one of ['1f1b', 'dualpipe-v', 'gpipe', 'interleaved', 'pipedream', 'pipedream-2bw', "
-        "'zb-h1', 'zb-h2', 'zb-v']\n  try: a Schedule\n  try: its file",
+        "there is no schedule '1b1f'\n  try: one of ['1f1b', 'auto', 'dualpipe-v', 'gpipe', 'interleaved', 'pipedream', "
+        "'pipedream-2bw', 'zb-h1', 'zb-h2', 'zb-v']\n  try: a Schedule\n  try: its file",
     ),
     "schedule's file that is not there": (
         {"schedule": "no/such.csv"}, "the schedule no/such.csv can't be read: No such file or directory",

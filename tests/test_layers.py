@@ -29,14 +29,14 @@ LONGEST_FILE = 300
 CORE_LIBRARIES = {"torch", "sympy", "networkx", "numpy", "numba", "scipy"}
 FACE = (
     "__init__", "branching", "break_even", "cli", "commands/costs", "compiler", "entry", "given_partition", "given_schedule",
-    "pipeline", "plan_partition", "planner", "planning_trace", "ranking", "recording", "runner", "search", "simulation", "stream",
-    "stream_memory", "testing", "verification",
+    "pipeline", "plan_partition", "planner", "planning_trace", "ranking", "recording", "runner", "search", "schedule_choice",
+    "simulation", "stream", "stream_memory", "testing", "verification",
 )  # fmt: skip
 SEES_BOTH_SIDES = {f"pdcompiler/{name}.py" for name in FACE}
 READS_ENVIRONMENT = {"backends/distributed.py", "pdcompiler/compiler.py", "pdcompiler/pipeline.py"}
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
 # For users' tests, so these need the test extra:
-HELPS_TESTS = {f"pdcompiler/{kind}strategies.py" for kind in ("", "asynchronous_", "schedule_", "workload_")}
+HELPS_TESTS = {f"pdcompiler/{kind}strategies.py" for kind in ("", "asynchronous_", "schedule_", "schedule_problem_", "workload_")}
 HELPS_TESTS |= {"pdcompiler/testing.py"}
 TOUCHES_PRIVATE_TORCH = {"passes/tracing/trace.py"}
 PRIVATE_TORCH = (
