@@ -1,11 +1,13 @@
 """One rank fails: all others stop soon and raise its cause. Bad input is refused before there is a process group."""
 
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import pdcompiler
+from pdcompiler.given_schedule import SEVERAL
+from pdcompiler.passes.schedules.named import SCHEDULES
 
 pytestmark = pytest.mark.processes
 
@@ -23,7 +27,11 @@ LIMIT = 180
 """Seconds for a whole launch, less than a rank would wait for a message: who raises sooner was woken."""
 
 
-def launch(way: str, folder: Path) -> tuple[list[int], list[Any]]:
+SAMPLE = [("1f1b", "raises"), ("dualpipe-v", "raises"), ("interleaved", "killed"), ("zb-h2", "one step fewer")]
+"""Of case 30, what runs in `make test`."""
+
+
+def launch(way: str, folder: Path, schedule: str = "1f1b") -> tuple[list[int], list[Any]]:
     """Three processes of fail.py: their exit codes and what they wrote down."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -32,7 +40,7 @@ def launch(way: str, folder: Path) -> tuple[list[int], list[Any]]:
     for rank in range(3):
         launched = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         with (folder / f"{rank}.err").open("w") as errors:
-            command = [sys.executable, str(SCRIPTS / "fail.py"), way, str(folder)]
+            command = [sys.executable, str(SCRIPTS / "fail.py"), way, str(folder), schedule]
             processes.append(subprocess.Popen(command, env=os.environ | launched, stderr=errors))
     try:
         codes = [process.wait(timeout=LIMIT) for process in processes]
@@ -46,18 +54,33 @@ def launch(way: str, folder: Path) -> tuple[list[int], list[Any]]:
     return codes, [json.loads(report.read_text()) if report.exists() else None for report in reports]
 
 
-def test_an_error_in_a_stage_is_raised_on_every_rank_with_its_place(tmp_path: Path) -> None:
-    codes, reports = launch("index", tmp_path)
-    assert codes == [1, 1, 1]
-    for report in reports:
+def failures() -> Iterator[Any]:
+    """Every schedule that flushes, with each failure: a sample, and all of them in `make test-all`."""
+    for schedule, failure in itertools.product((*SCHEDULES, *SEVERAL), ("raises", "killed", "one step fewer")):
+        yield pytest.param(schedule, failure, marks=() if (schedule, failure) in SAMPLE else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("schedule", "failure"), list(failures()))
+def test_case_30_a_failure_of_one_rank_stops_all_others_with_its_cause(tmp_path: Path, schedule: str, failure: str) -> None:
+    """A stage's forward raises, the process is killed, or it is done one step earlier. Peers hang."""
+    way, code, message = {
+        "raises": ("index", 1, "rank 1: stage 1 forward, microbatch 5, module table: IndexError: index out of range in self"),
+        "killed": ("kill 1", -signal.SIGKILL, "rank 1 is gone: rank "),
+        "one step fewer": ("stop 1", 0, "rank 1 is gone: rank "),
+    }[failure]
+    codes, reports = launch(way, tmp_path, schedule)
+    assert codes == [1, code, 1]
+    if failure == "raises":
+        assert reports[1]["message"] == message
+    for report in (reports[0], reports[2]):
         assert report["raised"] == "WorkerError"
-        assert report["message"] == "rank 1: stage 1 forward, microbatch 2, module table: IndexError: index out of range in self"
+        assert report["message"] == message if failure == "raises" else report["message"].startswith(message)
         assert report["rank"] == 1
 
 
 def test_an_error_in_a_stream_is_raised_on_every_rank(tmp_path: Path) -> None:
     """Also on those that are ticks ahead, with receives that are put by."""
-    codes, reports = launch("stream index", tmp_path)
+    codes, reports = launch("index", tmp_path, "pipedream")
     assert codes == [1, 1, 1]
     for report in reports:
         assert report["raised"] == "WorkerError"
@@ -66,21 +89,9 @@ def test_an_error_in_a_stream_is_raised_on_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_rank_that_is_killed_in_a_stream_is_named_by_all_others(tmp_path: Path) -> None:
-    codes, reports = launch("stream kill 1", tmp_path)
+    codes, reports = launch("kill 1", tmp_path, "pipedream")
     assert codes == [1, -signal.SIGKILL, 1]
     assert all(report["message"].startswith("rank 1 is gone: rank ") for report in (reports[0], reports[2]))
-
-
-@pytest.mark.parametrize("way", ["kill 1", "stop 1"])
-def test_a_rank_that_ends_is_named_by_all_others(tmp_path: Path, way: str) -> None:
-    """Killed, or simply done one step earlier."""
-    codes, reports = launch(way, tmp_path)
-    assert codes == [1, -signal.SIGKILL if way == "kill 1" else 0, 1]
-    assert reports[1] is None
-    for report in (reports[0], reports[2]):
-        assert report["raised"] == "WorkerError"
-        assert report["message"].startswith("rank 1 is gone: rank ")
-        assert report["rank"] == 1
 
 
 def test_the_rank_that_holds_the_store_may_be_killed_too(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import pdcompiler
-from pdcompiler import Pipeline
+from pdcompiler import Pipeline, Schedule
+from pdcompiler.core.schedule_csv import to_csv
 from pdcompiler.given_schedule import SEVERAL
 from pdcompiler.passes.schedules.named import SCHEDULES
 from pdcompiler.testing import assert_same, plain_eval
@@ -45,6 +47,11 @@ def step_small(outputs: str) -> float:
     return loss.item()
 
 
+def compiled_schedule() -> Any:
+    """The actions of each rank that the pipeline runs."""
+    return compiled[0][0].schedule.ranks
+
+
 def sizes() -> Iterator[Any]:
     """Every schedule, 1 to 4 ranks, 1 to 8 microbatches; of the newer ones a sample, all of them in `make test-all`."""
     for schedule, ranks, microbatches in itertools.product((*SCHEDULES, *SEVERAL), (1, 2, 3, 4), range(1, 9)):
@@ -71,6 +78,26 @@ def test_case_31_every_rank_has_the_same_loss(pool: Callable[[int], Pool], sched
     losses = pool(4).run(step_small, "none", timeout=LIMIT)
     assert len(losses) == 4
     assert len(set(losses)) == 1 and losses[0] > 0
+
+
+OWN = Schedule.parse("""
+    F0 F1 B0 W0 F2 F3 B1 B2 W1 B3 W3 W2
+    F0 B0 F1 W0 B1 F2 B2 W1 F3 W2 B3 W3
+""")
+
+
+FILES = {"own.txt": str(OWN), "own.csv": to_csv(OWN, communication=True)}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_schedule_from_a_file_is_exact(pool: Callable[[int], Pool], tmp_path: Path, name: str) -> None:
+    """In the text form, and as torch's CSV with its messages: both run in the order that the file says."""
+    path = tmp_path / name
+    path.write_text(FILES[name])
+    pool(2).run(compile_small, str(path), 4)
+    losses = pool(2).run(step_small, "all", timeout=LIMIT)
+    assert len(set(losses)) == 1
+    assert pool(2).run(compiled_schedule) == [OWN.ranks] * 2
 
 
 def check_rows() -> None:
