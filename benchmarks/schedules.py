@@ -1,0 +1,197 @@
+"""What was predicted of schedules, against what is measured, and both against torch.distributed.pipelining's of the same name.
+
+Three models on two ranks, one pinned thread each, gloo, 8 microbatches; cut equally, and not. In one run, for each model and cut:
+
+    costs       of the stages' functions, the median of recorded steps; of messages by Machine.measure() before
+    simulated   `pipe.simulate(costs)`: a step's time, bubble, peak bytes
+    measured    steps of all schedules, ours and torch's, by turns; bubble and peak bytes of recorded steps (storage sizes)
+
+    python benchmarks/schedules.py [--rounds 15] [--check]
+
+`bubble` is the mean share of a step's time in which a rank waits for the other: measured, simulated, and at unit costs (F = B = W).
+With --check it exits 1 where the step times' median error is over 10 %, or a peak's error over 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import begin, by_turns, is_rank, paired_ratio, run_on_ranks, spread
+from rich.table import Table
+from small_models import CASES, MICROBATCHES, Case
+from torch import Tensor
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, SplitPoint, pipeline
+
+import pdcompiler
+from pdcompiler import Machine, Pipeline
+from pdcompiler.core.timing import unit_timing
+from pdcompiler.timeline import Timeline
+
+RANKS, RECORDED = 2, 7
+SEVERAL = ("interleaved", "zb-v")
+"""Of two stages a rank, cut as equally as they are."""
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v")
+PEERS: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+"""Torch's zb-v does not start on gloo: it sends to itself."""
+WITHOUT_PEER = ("LSTM 128,16,4",)
+"""Torch stops: it sends a value that is not contiguous."""
+MODELS = tuple(case for case in CASES if case.name in ("GPT 128,64,2", "ResNet 16,64,4", "LSTM 128,16,4"))
+STEP_BAR, PEAK_BAR = 0.10, 0.05
+
+
+@dataclass
+class Row:
+    """What is known of one schedule of one model. ratio: torch's steps by ours, None where torch has no such schedule."""
+
+    model: str
+    schedule: str
+    measured: float
+    simulated: Timeline
+    recorded: Timeline
+    unit_bubble: float
+    ratio: tuple[float, float, float] | None
+
+    @property
+    def error(self) -> float:
+        """Of the simulated step's time."""
+        return self.simulated.finish / self.measured - 1
+
+    @property
+    def peak_error(self) -> float:
+        """Of the simulated peak bytes, on the rank where it is largest."""
+        pairs = zip(self.simulated.memory, self.recorded.memory, strict=True)
+        return max((one.peak / other.peak - 1 for one, other in pairs), key=abs)
+
+    def cells(self) -> list[str]:
+        """Of the table."""
+        peak = max(memory.peak for memory in self.recorded.memory)
+        bubbles = [f"{100 * share:.0f}" for share in (bubble_of(self.recorded), bubble_of(self.simulated), self.unit_bubble)]
+        return [
+            self.model, self.schedule, f"{self.measured * 1e3:.1f} ms", f"{self.simulated.finish * 1e3:.1f} ms",
+            f"{100 * self.error:+.1f} %", " / ".join(bubbles) + " %", f"{peak / 1e6:.2f} MB", f"{100 * self.peak_error:+.2f} %",
+            spread(self.ratio) if self.ratio else "",
+        ]  # fmt: skip
+
+
+def bubble_of(timeline: Timeline) -> float:
+    """Mean share of the time."""
+    return statistics.fmean(timeline.bubble) / timeline.finish
+
+
+def compiled(case: Case, schedule: str, cuts: Sequence[str], batch: tuple[Tensor, Tensor], machine: Machine) -> Pipeline:
+    """Ours."""
+    return pdcompiler.compile(
+        case.make(), RANKS, example_args=(batch[0],), example_target=batch[1], loss_fn=case.loss_fn, schedule=schedule,
+        microbatches=MICROBATCHES, partition=list(cuts), machine=machine,
+    )  # fmt: skip
+
+
+def peer(case: Case, schedule: Any, cuts: Sequence[str], batch: tuple[Tensor, Tensor]) -> Callable[[], None]:
+    """A step of torch.distributed.pipelining."""
+    inputs, target = batch
+    model, rank = case.make(), dist.get_rank()
+    part = inputs[: len(inputs) // MICROBATCHES]
+    cut = pipeline(copy.deepcopy(model), mb_args=(part,), split_spec=dict.fromkeys(cuts, SplitPoint.BEGINNING))
+    own = [rank] if len(cuts) < RANKS else [rank, RANKS + rank]
+    stages = [cut.build_stage(stage, torch.device("cpu")) for stage in own]
+    runner = schedule(stages if len(own) > 1 else stages[0], n_microbatches=MICROBATCHES, loss_fn=case.loss_fn)
+    has_last = len(cuts) in own
+    parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        given: dict[str, Any] = {"target": target, "losses": []} if has_last else {}
+        runner.step(*((inputs,) if 0 in own else ()), **given)
+
+    return step
+
+
+def recorded(pipe: Pipeline, step: Callable[[], Any]) -> tuple[Timeline, dict[str, float]]:
+    """A step with its memory, and the median seconds of each stage function in steps without."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for _ in range(RECORDED):
+        with pipe.record() as recording:
+            step()
+        for name, seconds in recording.timeline.function_seconds().items():
+            found[name].append(seconds)
+    with pipe.record(memory=True) as recording:
+        step()
+    return recording.timeline, {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def measure(case: Case, cut: str, machine: Machine, rounds: int) -> list[Row]:
+    """All schedules of one model and cut."""
+    torch.manual_seed(0)
+    batch = case.batch()
+    pipes: dict[str, Pipeline] = {}
+    steps: dict[str, Callable[[], Any]] = {}
+    for schedule in SCHEDULES:
+        cuts = case.cuts if schedule in SEVERAL else [case.cuts[1 if cut == "equal" else 0]]
+        pipe = pipes[schedule] = compiled(case, schedule, cuts, batch, machine)
+        steps[schedule] = lambda pipe=pipe: (pipe.zero_grad(), pipe.step(batch[0], target=batch[1]))
+        if schedule in PEERS and case.name not in WITHOUT_PEER:
+            steps[f"torch {schedule}"] = peer(case, PEERS[schedule], cuts, batch)
+    seconds = by_turns(steps, rounds)
+    rows = []
+    for schedule, pipe in pipes.items():
+        timeline, costs = recorded(pipe, steps[schedule])
+        unit = unit_timing(pipe.schedule)  # type: ignore[arg-type]
+        ratio = paired_ratio(seconds[f"torch {schedule}"], seconds[schedule]) if f"torch {schedule}" in seconds else None
+        name = f"{case.name}, {cut}"
+        share = statistics.fmean(unit.bubble) / unit.finish
+        rows.append(Row(name, schedule, statistics.median(seconds[schedule]), pipe.simulate(costs), timeline, share, ratio))
+    return rows
+
+
+def main(machine: Machine, rounds: int, check: bool) -> int:
+    """Measure, print the table, and judge. Only rank 0 prints."""
+    console = begin(width=150)
+    columns = ("model, cut", "schedule", "measured", "simulated", "error", "bubble", "peak", "error", "torch / ours")
+    table, rows = Table(*columns, title=f"{RANKS} ranks, {MICROBATCHES} microbatches", title_justify="left"), list[Row]()
+    for case in MODELS:
+        for cut in ("equal", "uneven"):
+            rows += measure(case, cut, machine, rounds)
+    for row in rows:
+        table.add_row(*row.cells())
+    console.print(table)
+    step = statistics.median(abs(row.error) for row in rows)
+    peak = max(abs(row.peak_error) for row in rows)
+    missed = not (step <= STEP_BAR and peak <= PEAK_BAR)
+    console.print(
+        f"step time: median error {100 * step:.1f} % (bar 10)   peak bytes: largest error {100 * peak:.2f} % (bar 5)   "
+        f"{'MISSED' if missed else 'met'}"
+    )
+    dist.destroy_process_group()
+    return int(check and missed)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line; the ranks are told the machine's file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--machine", type=Path, help="a measured one; left out, this computer is measured first")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    given = parse(sys.argv[1:])
+    if is_rank():
+        sys.exit(main(Machine.load(given.machine), given.rounds, given.check))
+    with tempfile.TemporaryDirectory() as folder:
+        path = given.machine or Path(folder) / "machine.toml"
+        if given.machine is None:
+            Machine.measure().save(path)
+        sys.exit(run_on_ranks(__file__, RANKS, [*sys.argv[1:], "--machine", str(path)]))
