@@ -123,6 +123,8 @@ class _Simulation:
                 yield from self._send(rank, node, sent[str(node.kwargs["channel"])])
             elif node.target in (ops.start_recv, ops.start_all_reduce):
                 started[node] = self._come(rank, node)
+                if seconds := self.prices.compute(rank, node):
+                    self._spend(rank, node, "other", seconds)
             elif node.target in (ops.finish_recv, ops.finish_all_reduce):
                 yield from self._finish(rank, node, started.pop(node.all_input_nodes[0]))
             elif node.target in (ops.recv, ops.all_reduce):

@@ -2,13 +2,14 @@
 
 Three models on two ranks, one pinned thread each, gloo, 8 microbatches; cut equally, and not. In one run, for each model and cut:
 
-    costs       of the stages' functions, the median of recorded steps; of messages by Machine.measure() before
+    costs       of the stages' functions, recorded in steps by turns with those timed; of messages by Machine.measure() before
     simulated   `pipe.simulate(costs)`: a step's time, bubble, peak bytes
     measured    steps of all schedules, ours and torch's, by turns; bubble and peak bytes of recorded steps (storage sizes)
 
-    python benchmarks/schedules.py [--rounds 15] [--check]
+    python benchmarks/schedules.py [--rounds 9] [--models 0 1 2] [--check]
 
-`bubble` is the mean share of a step's time in which a rank waits for the other: measured, simulated, and at unit costs (F = B = W).
+`bubble` is the mean share of a step's time in which a rank waits for the other: measured, simulated, and at unit costs (F = B =
+W).   `error` of a step's time is that of simulated against measured, the median of the rounds, each by its own costs.
 With --check it exits 1 where the step times' median error is over 10 %, or a peak's error over 5 %.
 """
 
@@ -19,7 +20,6 @@ import copy
 import statistics
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +34,11 @@ from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, SplitPoint, pipeline
 
 import pdcompiler
-from pdcompiler import Machine, Pipeline
+from pdcompiler import Machine, Pipeline, Schedule
 from pdcompiler.core.timing import unit_timing
 from pdcompiler.timeline import Timeline
 
-RANKS, RECORDED = 2, 7
+RANKS = 2
 SEVERAL = ("interleaved", "zb-v")
 """Of two stages a rank, cut as equally as they are."""
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v")
@@ -52,20 +52,17 @@ STEP_BAR, PEAK_BAR = 0.10, 0.05
 
 @dataclass
 class Row:
-    """What is known of one schedule of one model. ratio: torch's steps by ours, None where torch has no such schedule."""
+    """What is known of one schedule of one model. error: of simulated step times, in the median of the rounds.   ratio: torch's
+    steps by ours, None where torch has no such schedule."""
 
     model: str
     schedule: str
     measured: float
+    error: float
     simulated: Timeline
     recorded: Timeline
     unit_bubble: float
     ratio: tuple[float, float, float] | None
-
-    @property
-    def error(self) -> float:
-        """Of the simulated step's time."""
-        return self.simulated.finish / self.measured - 1
 
     @property
     def peak_error(self) -> float:
@@ -78,9 +75,8 @@ class Row:
         peak = max(memory.peak for memory in self.recorded.memory)
         bubbles = [f"{100 * share:.0f}" for share in (bubble_of(self.recorded), bubble_of(self.simulated), self.unit_bubble)]
         return [
-            self.model, self.schedule, f"{self.measured * 1e3:.1f} ms", f"{self.simulated.finish * 1e3:.1f} ms",
-            f"{100 * self.error:+.1f} %", " / ".join(bubbles) + " %", f"{peak / 1e6:.2f} MB", f"{100 * self.peak_error:+.2f} %",
-            spread(self.ratio) if self.ratio else "",
+            self.model, self.schedule, f"{self.measured * 1e3:.1f} ms", f"{100 * self.error:+.1f} %", " / ".join(bubbles) + " %",
+            f"{peak / 1e6:.2f} MB", f"{100 * self.peak_error:+.2f} %", spread(self.ratio) if self.ratio else "",
         ]  # fmt: skip
 
 
@@ -118,49 +114,70 @@ def peer(case: Case, schedule: Any, cuts: Sequence[str], batch: tuple[Tensor, Te
     return step
 
 
-def recorded(pipe: Pipeline, step: Callable[[], Any]) -> tuple[Timeline, dict[str, float]]:
-    """A step with its memory, and the median seconds of each stage function in steps without."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for _ in range(RECORDED):
-        with pipe.record() as recording:
-            step()
-        for name, seconds in recording.timeline.function_seconds().items():
-            found[name].append(seconds)
-    with pipe.record(memory=True) as recording:
-        step()
-    return recording.timeline, {name: statistics.median(seconds) for name, seconds in found.items()}
+class Trial:
+    """A schedule of ours, timed and recorded by turns: costs drift with what else the machine does."""
+
+    def __init__(self, pipe: Pipeline, batch: tuple[Tensor, Tensor]) -> None:
+        self.pipe, self.batch = pipe, batch
+        self.costs: list[dict[str, float]] = []
+
+    def step(self) -> None:
+        """What is timed."""
+        self.pipe.zero_grad()
+        self.pipe.step(self.batch[0], target=self.batch[1])
+
+    def record(self) -> None:
+        """Right before or after it, what the stages' functions take."""
+        with self.pipe.record() as recording:
+            self.step()
+        self.costs.append(recording.timeline.function_seconds())
+
+    def recorded(self) -> Timeline:
+        """A step with its memory."""
+        with self.pipe.record(memory=True) as recording:
+            self.step()
+        return recording.timeline
+
+    def simulated(self, measured: Sequence[float]) -> tuple[float, Timeline]:
+        """The median error of the rounds' steps, each by the costs of its own round; and the round with it."""
+        timelines = [self.pipe.simulate(costs) for costs in self.costs[-len(measured) :]]
+        errors = [found.finish / seconds - 1 for found, seconds in zip(timelines, measured, strict=True)]
+        error, number = sorted(zip(errors, range(len(errors)), strict=True))[len(errors) // 2]
+        return error, timelines[number]
 
 
 def measure(case: Case, cut: str, machine: Machine, rounds: int) -> list[Row]:
     """All schedules of one model and cut."""
     torch.manual_seed(0)
     batch = case.batch()
-    pipes: dict[str, Pipeline] = {}
+    trials: dict[str, Trial] = {}
     steps: dict[str, Callable[[], Any]] = {}
     for schedule in SCHEDULES:
         cuts = case.cuts if schedule in SEVERAL else [case.cuts[1 if cut == "equal" else 0]]
-        pipe = pipes[schedule] = compiled(case, schedule, cuts, batch, machine)
-        steps[schedule] = lambda pipe=pipe: (pipe.zero_grad(), pipe.step(batch[0], target=batch[1]))
+        trial = trials[schedule] = Trial(compiled(case, schedule, cuts, batch, machine), batch)
+        steps |= {schedule: trial.step, f"record {schedule}": trial.record}
         if schedule in PEERS and case.name not in WITHOUT_PEER:
             steps[f"torch {schedule}"] = peer(case, PEERS[schedule], cuts, batch)
     seconds = by_turns(steps, rounds)
-    rows = []
-    for schedule, pipe in pipes.items():
-        timeline, costs = recorded(pipe, steps[schedule])
-        unit = unit_timing(pipe.schedule)  # type: ignore[arg-type]
-        ratio = paired_ratio(seconds[f"torch {schedule}"], seconds[schedule]) if f"torch {schedule}" in seconds else None
-        name = f"{case.name}, {cut}"
-        share = statistics.fmean(unit.bubble) / unit.finish
-        rows.append(Row(name, schedule, statistics.median(seconds[schedule]), pipe.simulate(costs), timeline, share, ratio))
-    return rows
+    return [row_of(f"{case.name}, {cut}", schedule, trial, seconds) for schedule, trial in trials.items()]
 
 
-def main(machine: Machine, rounds: int, check: bool) -> int:
+def row_of(name: str, schedule: str, trial: Trial, seconds: dict[str, list[float]]) -> Row:
+    """What the turns say of one schedule."""
+    assert isinstance(trial.pipe.schedule, Schedule)
+    unit = unit_timing(trial.pipe.schedule)
+    ratio = paired_ratio(seconds[f"torch {schedule}"], seconds[schedule]) if f"torch {schedule}" in seconds else None
+    share = statistics.fmean(unit.bubble) / unit.finish
+    error, simulated = trial.simulated(seconds[schedule])
+    return Row(name, schedule, statistics.median(seconds[schedule]), error, simulated, trial.recorded(), share, ratio)
+
+
+def main(machine: Machine, models: Sequence[int], rounds: int, check: bool) -> int:
     """Measure, print the table, and judge. Only rank 0 prints."""
     console = begin(width=150)
-    columns = ("model, cut", "schedule", "measured", "simulated", "error", "bubble", "peak", "error", "torch / ours")
+    columns = ("model, cut", "schedule", "measured", "error", "bubble", "peak", "error", "torch / ours")
     table, rows = Table(*columns, title=f"{RANKS} ranks, {MICROBATCHES} microbatches", title_justify="left"), list[Row]()
-    for case in MODELS:
+    for case in [MODELS[number] for number in models]:
         for cut in ("equal", "uneven"):
             rows += measure(case, cut, machine, rounds)
     for row in rows:
@@ -180,8 +197,9 @@ def main(machine: Machine, rounds: int, check: bool) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; the ranks are told the machine's file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--models", type=int, nargs="+", default=list(range(len(MODELS))))
     parser.add_argument("--machine", type=Path, help="a measured one; left out, this computer is measured first")
     return parser.parse_args(arguments)
 
@@ -189,7 +207,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 if __name__ == "__main__":
     given = parse(sys.argv[1:])
     if is_rank():
-        sys.exit(main(Machine.load(given.machine), given.rounds, given.check))
+        sys.exit(main(Machine.load(given.machine), given.models, given.rounds, given.check))
     with tempfile.TemporaryDirectory() as folder:
         path = given.machine or Path(folder) / "machine.toml"
         if given.machine is None:

@@ -60,8 +60,9 @@ class Inspectable:
 
     def simulate(self, seconds: Mapping[str, float] | None = None) -> Timeline:
         """The newest training or evaluation step on the machine of `compile`, without running it: when each rank does what, and
-        what it holds. seconds: of a call of each stage function (stage0_forward, ...), where they are known better than by the
-        machine's figures: `Timeline.function_seconds` of a recorded step. Raises CompileError without flushes."""
+        what it holds. seconds: of a call of each stage function (stage0_forward, ...), and "other" of any other word, where they
+        are known better than by the machine's figures: `Timeline.function_seconds` of a recorded step. Raises CompileError
+        without flushes."""
         if self.stream is not None:
             ways_out = ("a schedule that flushes", "pipe.schedule, for its order and the age of its weights")
             raise CompileError(f"{self.stream.ticks.name} does not flush: its ticks are not simulated", ways_out=ways_out)

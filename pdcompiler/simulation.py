@@ -19,6 +19,7 @@ from pdcompiler.backends.simulator import simulate
 from pdcompiler.core import ops
 from pdcompiler.core.cost import Cost, total_cost
 from pdcompiler.core.errors import CompileError
+from pdcompiler.core.events import OTHER
 from pdcompiler.core.ir import Program, ValueType, cost_of, type_of
 from pdcompiler.core.machine import Machine
 from pdcompiler.holdings import Holdings
@@ -27,14 +28,15 @@ from pdcompiler.timeline import Timeline
 
 MOVES: dict[Any, int] = {ops.accumulate: 3, ops.accumulate_in_place: 3, ops.divide: 2, ops.pack: 2, ops.unpack: 2}
 """How often each byte of its result is read or written."""
+WORDS = frozenset(ops.VOCABULARY.values())
 
 
 def simulated(compiled: Compiled, machine: Machine, holdings: Holdings, seconds: Mapping[str, float] | None = None) -> Timeline:
-    """seconds: of a call of each stage function, by name; of those that are left out, by the machine's figures. Raises
-    CompileError for a name that is no stage function."""
+    """seconds: of a call of each stage function, by name, and "other", of any other word; of those that are left out, by the
+    machine's figures. Raises CompileError for a name that is no stage function."""
     names = {str(node.target) for node in compiled.program.graph.nodes if node.op == "call_module"}
     for name in seconds or ():
-        if name not in names:
+        if name not in names and name != OTHER:
             raise CompileError(f"seconds: there is no stage function {name!r}", ways_out=(f"one of {sorted(names)}",))
     rows = [microbatch.rows for microbatch in compiled.step.microbatches]
     walked = simulate(compiled.ranks, Costs(machine, rows, compiled.window, dict(seconds or {}), compiled.program))
@@ -86,6 +88,8 @@ class Costs:
     def compute(self, rank: int, node: fx.Node) -> float:
         """See `Prices`. What moves no bytes takes nothing."""
         is_call = node.op == "call_module"
+        if not is_call and OTHER in self.functions:
+            return self.functions[OTHER] if node.target in WORDS else 0.0
         if not is_call and node.target not in MOVES:
             return 0.0
         of = self.rows[node.meta["microbatch"]] if is_call else self._bytes(node)

@@ -19,7 +19,7 @@ from typing import Literal
 from rich.table import Table
 
 from pdcompiler import timeline_picture, timeline_text, timeline_trace
-from pdcompiler.core.events import COMPUTES, Event, Memory, Message
+from pdcompiler.core.events import COMPUTES, OTHER, Event, Memory, Message
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,17 @@ class Timeline:
         return tuple(max(self.finish - computing - exposed, 0.0) for computing, exposed in pairs)
 
     def function_seconds(self) -> dict[str, float]:
-        """By stage function (stage0_forward, ...) the mean seconds of its calls: what `Pipeline.simulate(seconds=)` takes."""
+        """By stage function (stage0_forward, ...) the mean seconds of its calls; of a measured timeline with what Python does
+        before each, and as "other" the same of what else a rank does: what `Pipeline.simulate(seconds=)` takes."""
         found: dict[str, list[float]] = defaultdict(list)
-        for event in [event for events in self.ranks for event in events if event.kind in ("F", "B", "W")]:
-            found[event.name.removesuffix(f"_{event.microbatch}")].append(event.seconds)
+        for events in self.ranks:
+            done = 0.0
+            for event in events:
+                before, done = (event.start - done if self.source == "measured" else 0.0), event.end
+                if event.kind in ("F", "B", "W"):
+                    found[event.name.removesuffix(f"_{event.microbatch}")].append(before + event.seconds)
+                elif event.kind == OTHER and self.source == "measured":
+                    found[OTHER].append(before + event.seconds)
         return {name: math.fsum(seconds) / len(seconds) for name, seconds in found.items()}
 
     def table(self) -> Table:

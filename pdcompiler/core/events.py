@@ -16,6 +16,7 @@ from typing import Literal
 Kind = Literal["F", "B", "W", "other", "message", "wait"]
 """A stage's forward, its backward or a part of it, other work of the program, sending or taking a message, waiting."""
 COMPUTES: tuple[Kind, ...] = ("F", "B", "W", "other")
+OTHER: Kind = "other"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,9 @@ def record(name: str, schedule: str) -> tuple[list[int], list[int]]:
     pipe.prepare(*example.args, target=example.target, **example.kwargs)
     with pipe.record(memory=True) as recording:
         pipe.step(*example.args, target=example.target, **example.kwargs)
-    measured, predicted = recording.timeline, pipe.simulate(recording.timeline.function_seconds())
+    seconds = recording.timeline.function_seconds()
+    assert seconds["other"] > 0
+    measured, predicted = recording.timeline, pipe.simulate(seconds)
     for rank, events in enumerate(measured.ranks):
         assert order(events) == order(predicted.ranks[rank]), f"rank {rank}"
         assert all(one.end <= other.start for one, other in itertools.pairwise(events)), f"rank {rank}"

@@ -98,7 +98,7 @@ def test_what_is_kept_is_no_weight() -> None:
     assert kept and not any("weight" in node.name for node in kept)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet", "unet"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.full), "resnet", "unet"])
 def test_both_parts_give_the_bits_of_the_whole(name: str) -> None:
     example = ZOO[name]()
     gradients = []
