@@ -12,6 +12,7 @@ Not here: the search (`passes/schedules/automatic.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import fx, nn
 
@@ -19,6 +20,7 @@ from pdcompiler.compiler import Request
 from pdcompiler.core import ops
 from pdcompiler.core.batch import Batch
 from pdcompiler.core.cost import Cost
+from pdcompiler.core.errors import CompileError
 from pdcompiler.core.function_memory import Value, needs_of
 from pdcompiler.core.ir import Function, Stage, Staged, ValueType, evaluate
 from pdcompiler.core.machine import Machine
@@ -35,12 +37,23 @@ def choose_schedule(request: Request, traces: Traces, batch: Batch, like: Schedu
     partition is chosen as for any other schedule. Raises CompileError where no schedule has room."""
     rows = _most_rows(batch, like)
     staged = traces.staged(batch, [rows], gradients=True)[rows]
-    problem = problem_of(staged, request, like, batch)
-    return automatic(problem, _named(request, like))
+    named, found, refusals = _named(request, like), list[tuple[float, bool, Schedule]](), list[CompileError]()
+    for whole in (True, False):
+        try:
+            problem = problem_of(staged, request, like, batch, whole=whole)
+        except CompileError as error:
+            refusals.append(error)
+            continue
+        schedule = automatic(problem, [schedule for schedule in named if whole is not bool(schedule.split)])
+        found.append((problem.timing(schedule).finish, whole, schedule))
+    if not found:
+        raise refusals[-1]
+    return min(found, key=lambda one: one[:2])[2]
 
 
-def problem_of(staged: Staged, request: Request, like: Schedule, batch: Batch) -> ScheduleProblem:
-    """See the module's docstring. The stages' backwards are in two parts where they fall apart."""
+def problem_of(staged: Staged, request: Request, like: Schedule, batch: Batch, *, whole: bool) -> ScheduleProblem:
+    """See the module's docstring. whole: backwards are; else in two parts where they fall apart, which together take longer."""
+    staged = replace(staged, stages=tuple(replace(stage, parts=None) for stage in staged.stages)) if whole else staged
     rows = _most_rows(batch, like)
     ranks, machine = tuple(like.replicas.values()), request.machine
     seconds = [_Seconds(stage, machine, on, rows) for stage, on in zip(staged.stages, ranks, strict=True)]

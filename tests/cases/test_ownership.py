@@ -20,8 +20,8 @@ from pdcompiler.core.ir import Staged
 from tests.cases.test_values import messages
 from tests.models import LENGTH, ZOO, Example
 
-QUICK = ("t5", "resnet")
-SLOW = ("gpt2", "llama", "bert", "vit", "mixtral", "whisper")
+QUICK = ("gpt2", "resnet")
+SLOW = ("t5", "llama", "bert", "vit", "mixtral", "whisper")
 MODELS = [*QUICK, *[pytest.param(name, marks=pytest.mark.full) for name in SLOW]]
 
 
@@ -37,7 +37,7 @@ def all_staged(pipe: Pipeline) -> list[Staged]:
     return [staged for known in pipe.runner.traces.made.values() for _, staged in known]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n == "t5" else ()) for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 def test_case_24b_one_ownership_for_all_traces(name: str) -> None:
     """A tool that cuts each trace on its own moves parameters between ranks when the user evaluates, or calls autocast."""
     example, pipe = compiled(name, 3)

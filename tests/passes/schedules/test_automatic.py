@@ -30,7 +30,7 @@ def seconds_of(order: numpy.ndarray, table: Table) -> float:
     return finish(table, order, ends, place)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(schedule_problems())
 def test_every_rank_has_room_microbatches_keep_their_order_and_no_named_one_is_faster(
     drawn: tuple[ScheduleProblem, list[Schedule]],
@@ -88,12 +88,12 @@ def test_it_is_within_2_percent_of_the_best_of_all_orders(ranks: int, microbatch
     orders = [list(every_order(stage, microbatches)) for stage in range(ranks)]
     assert [len(own) for own in orders] == [{3: 42, 2: 5}[microbatches]] * ranks
     tried = 0
-    for seed in range(20):
+    for seed in range(12):
         problem, _ = random_problem(seed, sizes=(ranks, microbatches))
         if problem.stages == ranks:
             tried += 1
             assert problem.timing(automatic(problem)).finish <= 1.02 * fastest(problem, orders)
-    assert tried >= 8
+    assert tried >= 4
 
 
 def every_order(stage: int, microbatches: int) -> Iterator[tuple[Action, ...]]:
