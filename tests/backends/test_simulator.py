@@ -20,7 +20,8 @@ from pdcompiler import Pipeline, Schedule, traces
 from pdcompiler.backends.simulator import Walked, simulate
 from pdcompiler.core.schedule import Action
 from pdcompiler.core.timing import timing
-from pdcompiler.passes.schedules.named import gpipe, one_f_one_b
+from pdcompiler.given_schedule import ONE_STAGE_A_RANK, SEVERAL, read_schedule
+from pdcompiler.passes.schedules.named import one_f_one_b
 from pdcompiler.testing import any_schedules
 from tests.cases.against_loop import drawn, seeded
 from tests.cases.every_cut import TracedOnce
@@ -127,22 +128,37 @@ def test_programs_run_when_their_schedule_says(drawn: tuple[Schedule, Given]) ->
     assert times(walked(pipe, prices)) == {action: (expected.starts[action], end) for action, end in expected.ends.items()}
 
 
+ASSUMED = {"zb-h1": lambda p: p, "zb-h2": lambda p: 2 * p - 1, "zb-v": lambda p: 2 * p, "dualpipe-v": lambda p: 2 * p}
+"""From how many microbatches on a paper's formula holds, for so many ranks; of interleaved for multiples, else for any."""
+
+
 def sizes() -> list[Any]:
-    """Ranks and microbatches: some in every run, all of the issue's in `make test-all`."""
-    often = ((2, 3), (4, 8))
-    every = itertools.product(range(2, 9), (1, 2, 4, 7, 16))
-    return [*often, *(pytest.param(*size, marks=pytest.mark.full) for size in every if size not in often)]
+    """Schedules, ranks and microbatches: one of each in every run, all of the issue's in `make test-all`."""
+    found = []
+    for name, ranks, microbatches in itertools.product((*ONE_STAGE_A_RANK, *SEVERAL), range(2, 9), range(1, 17)):
+        if microbatches >= ASSUMED.get(name, lambda _: 1)(ranks) and (name != "interleaved" or microbatches % ranks == 0):
+            marks = () if (ranks, microbatches) == (2, 4) else pytest.mark.full
+            found.append(pytest.param(name, ranks, microbatches, marks=marks))
+    return found
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), sizes())
-def test_the_bubble_of_the_papers(ranks: int, microbatches: int) -> None:
-    """1f1b and gpipe: (ranks - 1)(F + B) of each rank's time, whatever the number of microbatches (GPipe, PipeDream-Flush)."""
-    ones = [1.0] * ranks
-    for make in (gpipe, one_f_one_b):
-        found = walked(compiled(make(ranks, microbatches)), Given(ones, [2.0] * ranks, ones))
-        busy = [sum(event.seconds for event in events if event.kind in ("F", "B")) for events in found.events]
-        finish = max(event.end for events in found.events for event in events)
-        assert [finish - time for time in busy] == [3.0 * (ranks - 1)] * ranks
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), sizes())
+def test_the_bubble_of_the_papers(name: str, ranks: int, microbatches: int) -> None:
+    """At F = B = W = 1: (ranks - 1)(F + B + W) of each rank's time for gpipe, 1f1b and interleaved, (ranks - 1)(F + B - W) for
+    zb-h1, (ranks - 1) F for those in a V, nothing between a rank's first and last action for zb-h2."""
+    several = name in SEVERAL
+    schedule = read_schedule(name, ((1,) * ranks * (1 + several), 1), microbatches, ranks)
+    ones = [1.0] * schedule.stages
+    pipe = compiled(schedule)
+    found = walked(pipe, Given(ones, [2.0] * schedule.stages, ones, that_falls_apart(pipe, schedule).split))
+    spans = [[(e.start, e.end) for e in events if e.kind in ("F", "B", "W")] for events in found.events]
+    busy = 3.0 * microbatches * (1 + several)
+    assert [sum(end - start for start, end in own) for own in spans] == [busy] * ranks
+    if name == "zb-h2":
+        assert [own[-1][1] - own[0][0] for own in spans] == [busy] * ranks
+    else:
+        bubble = 3 * (ranks - 1) if name in ("gpipe", "1f1b", "interleaved") else ranks - 1
+        assert max(own[-1][1] for own in spans) - busy == bubble
 
 
 def test_messages_of_one_port_wait_for_each_other() -> None:
