@@ -138,3 +138,17 @@ def check_pairs() -> None:
 
 def test_labels_and_outputs_of_a_microbatch_meet(pool: Callable[[int], Pool]) -> None:
     pool(4).run(check_pairs)
+
+
+def step_automatic(name: str) -> str:
+    """A step of what "auto" finds; the schedule that this rank found."""
+    example = ZOO[name]()
+    batch = {"example_args": example.args, "example_kwargs": example.kwargs, "example_target": example.target}
+    pipe = compile_example(example, schedule="auto", **batch)
+    check_step(pipe, example)
+    return str(pipe.schedule)
+
+
+@pytest.mark.parametrize("name", ["resnet", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "t5", "unet"))])
+def test_every_rank_finds_the_same_schedule_and_its_step_is_exact(pool: Callable[[int], Pool], name: str) -> None:
+    assert len(set(pool(2).run(step_automatic, name))) == 1
