@@ -16,7 +16,6 @@ With --check it exits 1 where the step times' median error is over 10 %, or a pe
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import sys
 import tempfile
@@ -96,9 +95,9 @@ def compiled(case: Case, schedule: str, cuts: Sequence[str], batch: tuple[Tensor
 def peer(case: Case, schedule: Any, cuts: Sequence[str], batch: tuple[Tensor, Tensor]) -> Callable[[], None]:
     """A step of torch.distributed.pipelining."""
     inputs, target = batch
-    model, rank = case.make(), dist.get_rank()
+    rank = dist.get_rank()
     part = inputs[: len(inputs) // MICROBATCHES]
-    cut = pipeline(copy.deepcopy(model), mb_args=(part,), split_spec=dict.fromkeys(cuts, SplitPoint.BEGINNING))
+    cut = pipeline(case.make(), mb_args=(part,), split_spec=dict.fromkeys(cuts, SplitPoint.BEGINNING))
     own = [rank] if len(cuts) < RANKS else [rank, RANKS + rank]
     stages = [cut.build_stage(stage, torch.device("cpu")) for stage in own]
     runner = schedule(stages if len(own) > 1 else stages[0], n_microbatches=MICROBATCHES, loss_fn=case.loss_fn)

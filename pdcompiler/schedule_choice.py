@@ -11,10 +11,10 @@ Not here: the search (`passes/schedules/automatic.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from torch import fx, nn
+from torch import fx
 
 from pdcompiler.compiler import Request
 from pdcompiler.core import ops
@@ -58,7 +58,7 @@ def problem_of(staged: Staged, request: Request, like: Schedule, batch: Batch, *
     ranks, machine = tuple(like.replicas.values()), request.machine
     seconds = [_Seconds(stage, machine, on, rows) for stage, on in zip(staged.stages, ranks, strict=True)]
     pairs = list(zip(staged.stages, staged.stages[1:], ranks, ranks[1:], strict=False))
-    parameters = _parameter_bytes(request.model)
+    parameters = {name: tensor.numel() * tensor.element_size() for name, tensor in request.model.named_parameters()}
     gradients = [sum(parameters[name] for name in stage.gradients) for stage in staged.stages]
     return ScheduleProblem(
         ranks, like.microbatches,
@@ -69,7 +69,7 @@ def problem_of(staged: Staged, request: Request, like: Schedule, batch: Batch, *
         machine.overlap,
         tuple(saved_bytes(stage, rows) for stage in staged.stages),
         tuple(stage.parts.kept_bytes if stage.parts else 0.0 for stage in staged.stages),
-        tuple(_room(request, staged, ranks, rank, batch, rows) for rank in range(len(like.ranks))),
+        tuple(_room(request, staged, ranks, rank, batch, rows, parameters) for rank in range(len(like.ranks))),
     )  # fmt: skip
 
 
@@ -142,11 +142,12 @@ def _most_rows(batch: Batch, like: Schedule) -> int:
 
 
 def _room(
-    request: Request, staged: Staged, ranks: tuple[tuple[int, ...], ...], rank: int, batch: Batch, rows: int
-) -> float:
+    request: Request, staged: Staged, ranks: tuple[tuple[int, ...], ...], rank: int, batch: Batch, rows: int,
+    parameters: Mapping[str, int],
+) -> float:  # fmt: skip
     """Bytes of a rank's memory for what backwards need."""
     own = [stage for stage, on in zip(staged.stages, ranks, strict=True) if rank in on]
-    factor, parameters = 1 + request.training.optimizer_bytes, _parameter_bytes(request.model)
+    factor = 1 + request.training.optimizer_bytes
     fixed = sum(factor * parameters[name] for name in {name for stage in own for name in stage.parameters})
     fixed += sum(request.training.gradient_bytes * parameters[name] for stage in own for name in stage.gradients)
     read = [batch.tensors[name] for name in {name for stage in own for name in stage.batch.values()}]
@@ -160,10 +161,6 @@ def _room(
 def _graphs(stage: Stage) -> list[fx.Graph]:
     backward = [stage.parts.input, stage.parts.weight] if stage.parts else [stage.backward] if stage.backward else []
     return [function.module.graph for function in (stage.forward, *backward)]
-
-
-def _parameter_bytes(model: nn.Module) -> dict[str, int]:
-    return {name: tensor.numel() * tensor.element_size() for name, tensor in model.named_parameters()}
 
 
 def _named(request: Request, like: Schedule) -> list[Schedule]:

@@ -15,7 +15,7 @@ import numpy
 
 from pdcompiler.core.order_rules import walked
 from pdcompiler.core.order_search import finish, improve
-from pdcompiler.core.order_table import least_seconds, order_of, schedule_of, table_of
+from pdcompiler.core.order_table import fullest, least_seconds, order_of, schedule_of, table_of
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.core.schedule_problem import ScheduleProblem
 
@@ -49,11 +49,16 @@ def automatic(problem: ScheduleProblem, candidates: Iterable[Schedule] = ()) -> 
         if seconds <= enough:
             break
     least = min(found)[0]
-    near = [number for seconds, number in sorted(found) if seconds <= least * (1 + CLOSE)][:MOST_EQUALS]
-    schedules = [*(schedule_of(orders[number], table, problem, "auto") for number in near), *given]
+    near = [(seconds, number) for seconds, number in sorted(found) if seconds <= least * (1 + CLOSE)][:MOST_EQUALS]
+    best = min(near, key=lambda one: (_steps(one[0], least), fullest(table, orders[one[1]])))[1]
+    schedules = [schedule_of(orders[best], table, problem, "auto"), *given]
     return min(schedules, key=lambda schedule: _time_and_room(problem, schedule, least))
 
 
+def _steps(seconds: float, least: float) -> float:
+    """Times, so that equal ones are equal."""
+    return round(seconds / least / CLOSE) if least else 0.0
+
+
 def _time_and_room(problem: ScheduleProblem, schedule: Schedule, least: float) -> tuple[float, float]:
-    seconds = problem.timing(schedule).finish
-    return (round(seconds / least / CLOSE) if least else 0.0), max(problem.peaks(schedule))
+    return _steps(problem.timing(schedule).finish, least), max(problem.peaks(schedule))

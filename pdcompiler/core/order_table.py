@@ -129,6 +129,12 @@ def least_seconds(table: Table) -> float:
     return least
 
 
+def fullest(table: Table, order: Integers) -> float:
+    """The most bytes that a rank holds at once."""
+    held = table.takes[order].cumsum() - numpy.concatenate(([0.0], table.gives[order].cumsum()[:-1]))
+    return float(held.max(initial=0.0))
+
+
 def _rank(problem: ScheduleProblem, action: Action) -> int:
     ranks = problem.rank_of[action.stage]
     return ranks[action.microbatch % len(ranks)]
