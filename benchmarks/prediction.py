@@ -17,16 +17,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from ranks import begin, is_rank, run_on_ranks, seconds_of
+from ranks import begin, is_rank, measure_and_run, seconds_of
 from rich.table import Table
 from small_models import CASES, MICROBATCHES, Case
 from torch import Tensor
@@ -262,17 +260,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def launch(arguments: Sequence[str], machine: str | None) -> int:
-    """Measure this computer if need be, then start the ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        if machine is None:
-            machine = str(Path(folder) / "machine.toml")
-            Machine.measure(progress=lambda what: print(f"measuring {what}", file=sys.stderr)).save(machine)
-        return run_on_ranks(__file__, RANKS, [*arguments, "--machine", machine])
-
-
 if __name__ == "__main__":
     given = parse(sys.argv[1:])
     if is_rank():
         sys.exit(main(Machine.load(given.machine), given.steps, given.costs, given.check))
-    sys.exit(launch(sys.argv[1:], given.machine))
+    sys.exit(measure_and_run(__file__, RANKS, sys.argv[1:], given.machine))

@@ -9,14 +9,18 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+
+from pdcompiler import Machine
 
 
 def is_rank() -> bool:
@@ -28,6 +32,15 @@ def run_on_ranks(script: str, ranks: int, arguments: Sequence[str]) -> int:
     """Run a script as this many processes with one thread each; its exit code."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script]
     return subprocess.run([*command, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+
+
+def measure_and_run(script: str, ranks: int, arguments: Sequence[str], machine: str | None) -> int:
+    """The same, told a machine's file; this computer is measured first where there is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        if machine is None:
+            machine = str(Path(folder) / "machine.toml")
+            Machine.measure(progress=lambda what: print(f"measuring {what}", file=sys.stderr)).save(machine)
+        return run_on_ranks(script, ranks, [*arguments, "--machine", machine])
 
 
 def begin(width: int, pinned: bool = True) -> Console:

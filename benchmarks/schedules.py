@@ -18,15 +18,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import begin, by_turns, is_rank, paired_ratio, run_on_ranks, spread
+from ranks import begin, by_turns, is_rank, measure_and_run, paired_ratio, spread
 from rich.table import Table
 from small_models import CASES, MICROBATCHES, Case
 from torch import Tensor
@@ -199,7 +197,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--models", type=int, nargs="+", default=list(range(len(MODELS))))
-    parser.add_argument("--machine", type=Path, help="a measured one; left out, this computer is measured first")
+    parser.add_argument("--machine", help="a measured one; left out, this computer is measured first")
     return parser.parse_args(arguments)
 
 
@@ -207,8 +205,4 @@ if __name__ == "__main__":
     given = parse(sys.argv[1:])
     if is_rank():
         sys.exit(main(Machine.load(given.machine), given.models, given.rounds, given.check))
-    with tempfile.TemporaryDirectory() as folder:
-        path = given.machine or Path(folder) / "machine.toml"
-        if given.machine is None:
-            Machine.measure().save(path)
-        sys.exit(run_on_ranks(__file__, RANKS, [*sys.argv[1:], "--machine", str(path)]))
+    sys.exit(measure_and_run(__file__, RANKS, sys.argv[1:], given.machine))
