@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pdcompiler.testing import AsynchronousCase
-from tests.processes.pool import Pool
+from tests.processes.pool import Group
 from tests.streams import assert_equal, case_of, run
 
 pytestmark = pytest.mark.processes
@@ -35,7 +35,7 @@ def stream(case: AsynchronousCase) -> tuple[dict[int, int], int]:
 
 
 @pytest.mark.parametrize("name", [name if name in EVERY_TIME else pytest.param(name, marks=pytest.mark.full) for name in CASES])
-def test_each_rank_has_the_oracles_weights_after_every_update(pool: Callable[[int], Pool], name: str) -> None:
+def test_each_rank_has_the_oracles_weights_after_every_update(pool: Callable[[int], Group], name: str) -> None:
     case = CASES[name]
     found = pool(case.world_size).run(stream, case)
     stages = [stage for stage, count in enumerate(case.replicas) for _ in range(count)]

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.processes.pool import Pool
+from tests.processes.pool import Group
 from tests.test_clipping import clipped
 
 pytestmark = pytest.mark.processes
 
 
 @pytest.mark.parametrize(("ranks", "norm_type"), [(2, 2.0), (3, float("inf"))])
-def test_on_gloo(pool: Callable[[int], Pool], ranks: int, norm_type: float) -> None:
+def test_on_gloo(pool: Callable[[int], Group], ranks: int, norm_type: float) -> None:
     pool(ranks).run(clipped, ranks, norm_type)

@@ -12,7 +12,7 @@ from pdcompiler.backends.distributed import Distributed
 from pdcompiler.comparison import leaves
 from tests.models import ZOO
 from tests.processes.checks import compile_example
-from tests.processes.pool import Pool
+from tests.processes.pool import Group
 
 pytestmark = pytest.mark.processes
 
@@ -36,7 +36,7 @@ def count_tensors() -> list[int]:
     return counts
 
 
-def test_the_number_of_live_tensors_is_constant(pool: Callable[[int], Pool]) -> None:
+def test_the_number_of_live_tensors_is_constant(pool: Callable[[int], Group]) -> None:
     for counts in pool(2).run(count_tensors):
         assert len(counts) == 5 and len(set(counts)) == 1, counts
 
@@ -65,6 +65,6 @@ def largest_open(microbatches: int) -> int:
     return most
 
 
-def test_receive_buffers_do_not_grow_with_the_microbatches(pool: Callable[[int], Pool]) -> None:
+def test_receive_buffers_do_not_grow_with_the_microbatches(pool: Callable[[int], Group]) -> None:
     few, many = pool(2).run(largest_open, 4), pool(2).run(largest_open, 8)
     assert few == many and all(1 < most <= 4 for most in many)

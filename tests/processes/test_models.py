@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pdcompiler.testing import assert_same, plain_eval
 from tests.models import FLOAT32, ZOO
 from tests.processes.checks import check_step, compile_example, first_rows
-from tests.processes.pool import Pool
+from tests.processes.pool import Group
 
 pytestmark = pytest.mark.processes
 
@@ -38,7 +38,7 @@ def check_model(name: str, schedule: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "ranks", "schedule"), CASES)
-def test_a_step_is_the_plain_loop(pool: Callable[[int], Pool], name: str, ranks: int, schedule: str) -> None:
+def test_a_step_is_the_plain_loop(pool: Callable[[int], Group], name: str, ranks: int, schedule: str) -> None:
     held = pool(ranks).run(check_model, name, schedule)
     assert {name for names in held for name in names} == {name for name, _ in ZOO[name]().model.named_parameters()}
 
@@ -59,5 +59,5 @@ def check_evaluation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet", "t5"])
-def test_an_evaluation_gives_every_rank_the_whole_batchs_outputs(pool: Callable[[int], Pool], name: str) -> None:
+def test_an_evaluation_gives_every_rank_the_whole_batchs_outputs(pool: Callable[[int], Group], name: str) -> None:
     pool(2).run(check_evaluation, name)

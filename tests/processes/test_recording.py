@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pdcompiler.core.events import Event
 from tests.models import ZOO
 from tests.processes.checks import compile_example
-from tests.processes.pool import Pool
+from tests.processes.pool import Group
 
 pytestmark = pytest.mark.processes
 
@@ -43,7 +43,7 @@ def order(events: tuple[Event, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("gpt2", "1f1b"), ("resnet", "zb-h1"), ("t5", "zb-v"), ("unet", "interleaved")])
-def test_memory_is_what_was_predicted(pool: Callable[[int], Pool], name: str, schedule: str) -> None:
+def test_memory_is_what_was_predicted(pool: Callable[[int], Group], name: str, schedule: str) -> None:
     """The packed values of U-Net are views of larger memory, which a message does not have."""
     for predicted, measured in pool(2).run(record, name, schedule):
         assert predicted == pytest.approx(measured, rel=0.05), (predicted, measured)

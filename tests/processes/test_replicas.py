@@ -21,7 +21,7 @@ from pdcompiler.testing import assert_close_by_tensor, plain_step, rows_of, spli
 from pdcompiler.traces import Traces
 from tests.levels import request
 from tests.models import ZOO, Example
-from tests.processes.pool import Pool
+from tests.processes.pool import Group
 
 pytestmark = pytest.mark.processes
 
@@ -69,13 +69,13 @@ def _stages(example: Example, count: int) -> Partition:
         pytest.param("resnet", (1, 2, 1), "gpipe", marks=pytest.mark.full),
     ],
 )
-def test_replicas_are_exact(pool: Callable[[int], Pool], name: str, replicas: tuple[int, ...], schedule: str) -> None:
+def test_replicas_are_exact(pool: Callable[[int], Group], name: str, replicas: tuple[int, ...], schedule: str) -> None:
     held = pool(sum(replicas)).run(replicated_step, name, replicas, schedule)
     assert held[0] == held[replicas[0] - 1]  # replicas of the first stage hold the same
 
 
 @pytest.mark.full
-def test_whole_pipelines_are_exact(pool: Callable[[int], Pool]) -> None:
+def test_whole_pipelines_are_exact(pool: Callable[[int], Group]) -> None:
     held = pool(4).run(replicated_step, "gpt2", (1, 1), "1f1b", 2)
     assert held[0] == held[2] != held[1] == held[3]
 
@@ -117,7 +117,7 @@ def against_ddp() -> float:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_one_stage_is_distributed_data_parallel(pool: Callable[[int], Pool], ranks: int) -> None:
+def test_one_stage_is_distributed_data_parallel(pool: Callable[[int], Group], ranks: int) -> None:
     assert max(pool(ranks).run(against_ddp)) <= 1e-6
 
 
@@ -142,5 +142,5 @@ def kept_gradients() -> bool:
     return len(set(places)) < len(places)  # not always the next step's: a sum that is just done may be held by gloo for a moment
 
 
-def test_gradients_that_a_user_keeps_stay_as_they_are(pool: Callable[[int], Pool]) -> None:
+def test_gradients_that_a_user_keeps_stay_as_they_are(pool: Callable[[int], Group]) -> None:
     assert pool(2).run(kept_gradients) == [True, True]

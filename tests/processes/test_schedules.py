@@ -18,7 +18,7 @@ from pdcompiler.passes.schedules.named import SCHEDULES
 from pdcompiler.testing import assert_same, plain_eval
 from tests.models import ZOO, Example
 from tests.processes.checks import check_step, compile_example, first_rows
-from tests.processes.pool import Pool
+from tests.processes.pool import Group
 
 pytestmark = pytest.mark.processes
 
@@ -62,7 +62,7 @@ def sizes() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "microbatches"), list(sizes()))
-def test_case_29_every_schedule_ends(pool: Callable[[int], Pool], schedule: str, ranks: int, microbatches: int) -> None:
+def test_case_29_every_schedule_ends(pool: Callable[[int], Group], schedule: str, ranks: int, microbatches: int) -> None:
     """Peers hang for some schedules, ranks and microbatches; also with fewer microbatches than ranks."""
     outputs = ("none", "last", "all")[microbatches % 3]
     pool(ranks).run(compile_small, schedule, microbatches)
@@ -72,7 +72,7 @@ def test_case_29_every_schedule_ends(pool: Callable[[int], Pool], schedule: str,
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved", "zb-v"])
-def test_case_31_every_rank_has_the_same_loss(pool: Callable[[int], Pool], schedule: str) -> None:
+def test_case_31_every_rank_has_the_same_loss(pool: Callable[[int], Group], schedule: str) -> None:
     """Peers print -1 on most ranks."""
     pool(4).run(compile_small, schedule, 5)
     losses = pool(4).run(step_small, "none", timeout=LIMIT)
@@ -90,7 +90,7 @@ FILES = {"own.txt": str(OWN), "own.csv": to_csv(OWN, communication=True)}
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_schedule_from_a_file_is_exact(pool: Callable[[int], Pool], tmp_path: Path, name: str) -> None:
+def test_a_schedule_from_a_file_is_exact(pool: Callable[[int], Group], tmp_path: Path, name: str) -> None:
     """In the text form, and as torch's CSV with its messages: both run in the order that the file says."""
     path = tmp_path / name
     path.write_text(FILES[name])
@@ -111,7 +111,7 @@ def check_rows() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_any_number_of_rows(pool: Callable[[int], Pool], ranks: int) -> None:
+def test_any_number_of_rows(pool: Callable[[int], Group], ranks: int) -> None:
     pool(ranks).run(check_rows)
 
 
@@ -136,7 +136,7 @@ def check_pairs() -> None:
     assert missed.loss is not None and missed.loss.item() == (7 * 1 + 7) / 8
 
 
-def test_labels_and_outputs_of_a_microbatch_meet(pool: Callable[[int], Pool]) -> None:
+def test_labels_and_outputs_of_a_microbatch_meet(pool: Callable[[int], Group]) -> None:
     pool(4).run(check_pairs)
 
 
@@ -150,5 +150,5 @@ def step_automatic(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["resnet", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "t5", "unet"))])
-def test_every_rank_finds_the_same_schedule_and_its_step_is_exact(pool: Callable[[int], Pool], name: str) -> None:
+def test_every_rank_finds_the_same_schedule_and_its_step_is_exact(pool: Callable[[int], Group], name: str) -> None:
     assert len(set(pool(2).run(step_automatic, name))) == 1

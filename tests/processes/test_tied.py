@@ -14,7 +14,7 @@ from pdcompiler.pipeline import Pipeline
 from pdcompiler.testing import assert_close_by_tensor, plain_step, split_rows
 from tests.models import ZOO, Example
 from tests.processes.checks import compile_example
-from tests.processes.pool import Pool
+from tests.processes.pool import Group
 
 pytestmark = pytest.mark.processes
 
@@ -59,7 +59,7 @@ def train_gpt2() -> list[dict[str, bytes]]:
     return train(compile_example(example), example, [(sgd, 3), (adamw, 20)])
 
 
-def test_gpt2_with_sgd_and_then_adamw_is_plain_pytorchs(pool: Callable[[int], Pool]) -> None:
+def test_gpt2_with_sgd_and_then_adamw_is_plain_pytorchs(pool: Callable[[int], Group]) -> None:
     """The embedding is the head's weight; a copy that drifts apart would still train."""
     first, last = pool(2).run(train_gpt2)
     assert len(first) == len(last) == 23
@@ -91,7 +91,7 @@ def train_shared() -> list[dict[str, bytes]]:
     return train(pipe, example, [(sgd, 3), (adamw, 5)])
 
 
-def test_a_layer_on_three_stages_stays_one_layer(pool: Callable[[int], Pool]) -> None:
+def test_a_layer_on_three_stages_stays_one_layer(pool: Callable[[int], Group]) -> None:
     histories = pool(3).run(train_shared)
     for steps in zip(*histories, strict=True):
         assert {name for step in steps for name in step if name.startswith("shared")} == {"shared.weight", "shared.bias"}

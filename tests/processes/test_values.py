@@ -15,7 +15,7 @@ from pdcompiler.core import ops
 from pdcompiler.core.ir import type_of
 from tests.models import ZOO, Example
 from tests.processes.checks import check_step, compile_example
-from tests.processes.pool import Pool
+from tests.processes.pool import Group
 
 pytestmark = pytest.mark.processes
 
@@ -62,7 +62,7 @@ def check_crossing(schedule: str, packed: bool) -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_masks_integers_scalars_views_and_skips_cross(pool: Callable[[int], Pool], schedule: str, packed: bool) -> None:
+def test_masks_integers_scalars_views_and_skips_cross(pool: Callable[[int], Group], schedule: str, packed: bool) -> None:
     pool(4).run(check_crossing, schedule, packed)
 
 
@@ -71,7 +71,7 @@ def check_unet() -> None:
     check_step(compile_example(example), example)
 
 
-def test_a_unets_skips_cross_all_stages_between(pool: Callable[[int], Pool]) -> None:
+def test_a_unets_skips_cross_all_stages_between(pool: Callable[[int], Group]) -> None:
     pool(3).run(check_unet)
 
 
@@ -90,6 +90,6 @@ def check_batch_norm() -> list[str]:
     return [name for name, _ in pipe.named_buffers()]
 
 
-def test_batch_norm_counts_microbatches_where_its_stage_is(pool: Callable[[int], Pool]) -> None:
+def test_batch_norm_counts_microbatches_where_its_stage_is(pool: Callable[[int], Group]) -> None:
     names = ("num_batches_tracked", "running_mean", "running_var")
     assert [sorted(held) for held in pool(2).run(check_batch_norm)] == [[f"{i}.{name}" for name in names] for i in (1, 4)]
