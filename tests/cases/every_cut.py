@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -33,14 +33,18 @@ MICROBATCHES = 3
 
 
 class TracedOnce:
-    """Stands for `trace_model`: a copy of the trace that was made before for the same rows."""
+    """Stands for `trace_model`: a copy of the trace that was made before for the same rows. With `what_of`, of several models:
+    it says what besides the options makes a trace; None: this one is not kept."""
 
-    def __init__(self) -> None:
-        self.trace_model = traces.trace_model
+    def __init__(self, what_of: Callable[[Request, Batch], Any] = lambda request, batch: ()) -> None:
+        self.trace_model, self.what_of = traces.trace_model, what_of
         self.made: dict[Any, Trace] = {}
 
     def __call__(self, request: Request, batch: Batch, **options: Any) -> Trace:
-        key = tuple(options.items())
+        what = self.what_of(request, batch)
+        if what is None:
+            return self.trace_model(request, batch, **options)
+        key = what, *options.items()
         if key not in self.made:
             self.made[key] = self.trace_model(request, batch, **options)
         return copy.deepcopy(self.made[key])

@@ -3,18 +3,36 @@
 import copy
 import dataclasses
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import pdcompiler
-from pdcompiler import Pipeline, Schedule, StepResult
+from pdcompiler import Pipeline, Schedule, StepResult, traces
+from pdcompiler.compiler import Request
+from pdcompiler.core.batch import Batch
 from pdcompiler.testing import Observed, assert_close_by_tensor, assert_same, join_outputs, plain_step, rows_of, split_rows
-from tests.models import Example
+from tests.cases.every_cut import TracedOnce
+from tests.models import ZOO, Example
+
+names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Of the models of the zoo that were compiled in this process."""
+
+
+def zoo_trace(request: Request, batch: Batch) -> Any:
+    """What makes the trace of a model of the zoo: which one it is, its modes, the batch. One serves many cases of a process."""
+    name = names.get(request.model)
+    return name and (name, batch.signature(), tuple(module.training for module in request.model.modules()))
 
 
 def compile_example(example: Example, **options: Any) -> Pipeline:
     """The example compiled for the ranks that there are; 4 microbatches unless told otherwise."""
+    if example.name in ZOO:
+        names[example.model] = example.name
+    if not isinstance(traces.trace_model, TracedOnce):
+        traces.trace_model = TracedOnce(zoo_trace)  # type: ignore[assignment]
     options = {"microbatches": 4, "loss_fn": example.loss_fn} | options
     return pdcompiler.compile(example.model, dist.get_world_size(), **options)
 
