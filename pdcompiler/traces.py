@@ -40,7 +40,7 @@ class Traces:
 
     def staged(self, batch: Batch, rows: Iterable[int], gradients: bool) -> dict[int, Staged]:
         """The stages' functions for microbatches of these numbers of rows."""
-        known = self.made.setdefault(self._key(batch, gradients), [])
+        known = self.made.setdefault(self.signature(batch, gradients), [])
         return {count: self._staged(known, batch, count, gradients) for count in sorted(set(rows), reverse=True)}
 
     def _staged(self, known: list[tuple[Trace, Staged]], batch: Batch, rows: int, gradients: bool) -> Staged:
@@ -72,7 +72,7 @@ class Traces:
 
     def output_dims(self, batch: Batch, gradients: bool) -> tuple[int | None, ...]:
         """Per output leaf the dimension that carries the rows: where traces for different numbers of rows differ."""
-        key = self._key(batch, gradients)
+        key = self.signature(batch, gradients)
         if key not in self.dims:
             traces = [trace for trace, _ in self.made[key]]
             symbolic = next((trace for trace in traces if trace.rows is None), None)
@@ -81,7 +81,8 @@ class Traces:
             self.dims[key] = general.output_dims if general.rows is None else _differing_dims(general, traces[0])
         return self.dims[key]
 
-    def _key(self, batch: Batch, gradients: bool) -> Any:
+    def signature(self, batch: Batch, gradients: bool) -> Any:
+        """What a trace is for, but for the rows; see the module's docstring."""
         modes = tuple([module.training for module in self.modules]) if gradients else ()
         trainable = tuple([parameter.requires_grad for parameter in self.parameters]) if gradients else ()
         autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -33,18 +33,17 @@ MICROBATCHES = 3
 
 
 class TracedOnce:
-    """Stands for `trace_model`: a copy of the trace that was made before for the same rows. With `what_of`, of several models:
-    it says what besides the options makes a trace; None: this one is not kept."""
+    """Stands for `trace_model`: a copy of the trace of one model that was made before for the same rows."""
 
-    def __init__(self, what_of: Callable[[Request, Batch], Any] = lambda request, batch: ()) -> None:
-        self.trace_model, self.what_of = traces.trace_model, what_of
+    def __init__(self) -> None:
+        self.trace_model = traces.trace_model
         self.made: dict[Any, Trace] = {}
 
     def __call__(self, request: Request, batch: Batch, **options: Any) -> Trace:
-        what = self.what_of(request, batch)
-        if what is None:
-            return self.trace_model(request, batch, **options)
-        key = what, *options.items()
+        return self.kept(tuple(options.items()), request, batch, **options)
+
+    def kept(self, key: Any, request: Request, batch: Batch, **options: Any) -> Trace:
+        """The trace of this key."""
         if key not in self.made:
             self.made[key] = self.trace_model(request, batch, **options)
         return copy.deepcopy(self.made[key])

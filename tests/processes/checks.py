@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import functools
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +15,9 @@ import pdcompiler
 from pdcompiler import Pipeline, Schedule, StepResult, traces
 from pdcompiler.compiler import Request
 from pdcompiler.core.batch import Batch
+from pdcompiler.core.ir import Trace
 from pdcompiler.testing import Observed, assert_close_by_tensor, assert_same, join_outputs, plain_step, rows_of, split_rows
+from pdcompiler.traces import Traces
 from tests.cases.every_cut import TracedOnce
 from tests.models import ZOO, Example
 
@@ -21,18 +25,27 @@ names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Of the models of the zoo that were compiled in this process."""
 
 
-def zoo_trace(request: Request, batch: Batch) -> Any:
-    """What makes the trace of a model of the zoo: which one it is, its modes, the batch. One serves many cases of a process."""
-    name = names.get(request.model)
-    return name and (name, batch.signature(), tuple(module.training for module in request.model.modules()))
+class ZooTraces(TracedOnce):
+    """Of all models of the zoo: the one trace of a signature serves all cases of a process. Others are traced as ever."""
+
+    def __call__(self, request: Request, batch: Batch, **options: Any) -> Trace:
+        if request.model not in names:
+            return self.trace_model(request, batch, **options)
+        signature = Traces(request).signature(batch, options["gradients"])
+        return self.kept((names[request.model], signature, *options.items()), request, batch, **options)
+
+
+@functools.cache
+def share_traces() -> None:
+    """From now on, for as long as this process lives."""
+    mock.patch.object(traces, "trace_model", ZooTraces()).start()
 
 
 def compile_example(example: Example, **options: Any) -> Pipeline:
     """The example compiled for the ranks that there are; 4 microbatches unless told otherwise."""
+    share_traces()
     if example.name in ZOO:
         names[example.model] = example.name
-    if not isinstance(traces.trace_model, TracedOnce):
-        traces.trace_model = TracedOnce(zoo_trace)  # type: ignore[assignment]
     options = {"microbatches": 4, "loss_fn": example.loss_fn} | options
     return pdcompiler.compile(example.model, dist.get_world_size(), **options)
 
