@@ -7,8 +7,9 @@ SHELL := /bin/bash
 PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
-# Without OMP_NUM_THREADS=1, test workers and ranks fight for the same cores.
-TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+# Without OMP_NUM_THREADS=1, test workers and ranks fight for the same cores. Without bytecode, each of the hundred processes
+# that the tests start would read every source anew.
+TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: help environment demo test test-all lint types clean
 
@@ -33,7 +34,7 @@ demo: $(STAMP)
 # pytest exits 5 when it selects no test; that passes only for process tests, and only until tests/processes exists.
 define run_tests
 	$(TEST_ENVIRONMENT) $(BIN)/python tests/compile_loops.py
-	$(TEST_ENVIRONMENT) $(BIN)/pytest -q -n 2 -m "not processes$(1)" $(2)
+	$(TEST_ENVIRONMENT) $(BIN)/pytest -q -n 2 --dist worksteal -m "not processes$(1)" $(2)
 	$(TEST_ENVIRONMENT) $(BIN)/pytest -q -p no:xdist -m "processes$(1)" $(2) || { code=$$?; \
 	[ $$code -eq 5 ] && [ ! -d tests/processes ] && echo "there are no process tests yet" || exit $$code; }
 endef

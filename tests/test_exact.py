@@ -18,8 +18,7 @@ from tests.models import ZOO
 
 BOTH = ((2, "1f1b", 4), (4, "gpipe", 4))
 SAMPLE: dict[str, tuple[tuple[int, str, int], ...]] = {
-    "gpt2": ((2, "zb-v", 3), (4, "zb-h1", 2)),
-    "t5": ((3, "zb-h1", 4),),
+    "gpt2": ((2, "zb-v", 3),),
     "resnet": (*BOTH, (2, "interleaved", 3)),
     "unet": (*BOTH, (2, "dualpipe-v", 4)),
     "vgg16": BOTH,

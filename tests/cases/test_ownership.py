@@ -69,8 +69,8 @@ def storages(value: Any) -> Iterator[int]:
             yield from storages(item)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.full)])
 def test_case_24b_no_saved_value_shares_storage_with_a_parameter(name: str, autocast: bool) -> None:
     """`verify_staged` refuses views by the graph; here the memory itself: an optimizer step in place would change it unseen."""
     example, pipe = compiled(name, 3)

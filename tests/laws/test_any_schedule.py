@@ -29,7 +29,7 @@ def check(case: Case, schedule: Schedule) -> None:
     )  # fmt: skip
 
 
-@settings(max_examples=8, suppress_health_check=SHARED)
+@settings(max_examples=5, suppress_health_check=SHARED)
 @given(scheduled_cases())
 def test_a_sample_of_random_schedules_is_exact(drawn: tuple[Case, Schedule]) -> None:
     check(*drawn)

@@ -39,7 +39,7 @@ def check(case: Case, seen: list[frozenset[str]]) -> None:
     )
 
 
-@settings(max_examples=10, suppress_health_check=SHARED)
+@settings(max_examples=6, suppress_health_check=SHARED)
 @given(case=cases())
 def test_a_sample_of_random_cases_equals_the_plain_loop(seen: list[frozenset[str]], case: Case) -> None:
     check(case, seen)

@@ -20,7 +20,10 @@ from pdcompiler.passes.schedules.named import SCHEDULES, gpipe, interleaved, one
 from pdcompiler.passes.schedules.v_shaped import dualpipe_v, zb_v
 
 PHASES: dict[str, Phase] = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
-SIZES = [(ranks, microbatches) for ranks in range(1, 9) for microbatches in range(1, 4 * ranks + 2)]
+SIZES = [(ranks, microbatches) for ranks in range(1, 5) for microbatches in range(1, 4 * ranks + 2)] + [
+    (ranks, rounds * ranks + more) for ranks in range(5, 9) for rounds in range(1, 5) for more in (-1, 0, 1)
+]
+"""Ranks and microbatches: all for few ranks; for more those about a whole number of rounds."""
 
 
 def span(schedule: Schedule) -> float:
