@@ -22,7 +22,9 @@ from torch.fx.graph import CodeGen, PythonCode
 
 from pdcompiler.core import ops
 from pdcompiler.core.ir import RankProgram
+from pdcompiler.core.random_ops import seeded
 
+SEEDED = f"{seeded.__module__}.{seeded.__name__}".replace(".", "_")
 PREFIX = ops.__name__.replace(".", "_") + "_"
 CALL = re.compile(r"^(\s*)(\w+) = (self\.(\w+)\(.*?\))(;.*)?$")
 ITEM = re.compile(r"^\s*(\w+) = (\w+)\[(\d+)\](;.*)?$")
@@ -42,10 +44,14 @@ def generate(program: RankProgram, meaning: Mapping[Any, Callable[..., Any]] | N
 
 
 class PlainCode(CodeGen):
-    """Prints without fx's remarks on stack traces."""
+    """Prints without fx's remarks on stack traces, and the short name of what draws."""
 
     def _gen_python_code(self, nodes: Any, root_module: str, namespace: Any, **options: Any) -> PythonCode:
-        return super()._gen_python_code(nodes, root_module, namespace, **{**options, "verbose": False})
+        namespace.create_name(seeded.__name__, None)
+        code = super()._gen_python_code(nodes, root_module, namespace, **{**options, "verbose": False})
+        code.src = code.src.replace(SEEDED, seeded.__name__)
+        code.globals = {name: value for name, value in code.globals.items() if name != SEEDED} | {seeded.__name__: seeded}
+        return code
 
 
 class ProgramCode(PlainCode):

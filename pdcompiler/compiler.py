@@ -54,6 +54,7 @@ from pdcompiler.passes.stages.cut_stages import cut_stages
 from pdcompiler.passes.stages.keep_layouts import keep_layouts
 from pdcompiler.passes.stages.localize_cheap_values import localize_cheap_values
 from pdcompiler.passes.stages.place_gradients import place_gradients
+from pdcompiler.passes.stages.seed_random_ops import seed_random_ops
 from pdcompiler.passes.stages.split_shared_gradients import split_shared_gradients
 from pdcompiler.passes.stages.split_weight_gradients import split_weight_gradients
 from pdcompiler.passes.tracing.annotate_costs import annotate_costs
@@ -160,6 +161,7 @@ def stage_trace(request: Request, trace: Trace, partition: Partition, rows: int)
         bind(place_gradients, partition=partition),
         bind(localize_cheap_values, machine=request.machine, rows=rows),
         keep_layouts,
+        seed_random_ops,
     ]
     staged = cut_stages(run_passes(trace, passes, verify_trace, request.watch), partition)
     if request.splits:

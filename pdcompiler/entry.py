@@ -63,6 +63,7 @@ def compile(
     batch_dims: BatchDims | None = None,
     device: torch.device | str | None = None,
     init: Initialize | None = None,
+    seed: int = 0,
     timeout: float = 300.0,
     watch: Watch | None = None,
 ) -> Pipeline:
@@ -96,6 +97,8 @@ def compile(
             every input that has the batch's number of rows there.
         device: where a model on the meta device will live.
         init: fills one tensor of a model on the meta device, by name.
+        seed: of dropout and all that the model draws: (seed, place in the model, step, microbatch) give each number, whatever
+            the partition, the schedule and the replicas; torch's own generators are left alone.
         timeout: seconds after which a rank gives up waiting for another.
         watch: called with (name, value) after each pass.
 
@@ -127,7 +130,7 @@ def compile(
     if asked == AUTO:
         batch = read_batch(model, example_args, example_kwargs or {}, example_target, batch_dims)
         flushing = choose_schedule(request, traces, batch, flushing)
-    options = Options(flushing, loss_weight, batch_dims, timeout, init, optimizer, scales)
+    options = Options(flushing, loss_weight, batch_dims, timeout, init, optimizer, scales, seed)
     pipe = Pipeline(request, options, None if running is None else running[0], traces)
     if example_args or example_kwargs:
         pipe.prepare(*example_args, target=example_target, **(example_kwargs or {}))

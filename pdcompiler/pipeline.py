@@ -17,6 +17,7 @@ from pdcompiler.clipping import clip_gradients
 from pdcompiler.compiler import Request
 from pdcompiler.core.batch import Batch, BatchDims, read_batch
 from pdcompiler.core.errors import CompileError, VerifyError
+from pdcompiler.core.random_ops import microbatch_seeds
 from pdcompiler.core.schedule import Schedule
 from pdcompiler.gradients import add_gradients
 from pdcompiler.holdings import Holdings, Initialize
@@ -27,7 +28,7 @@ from pdcompiler.plain import plain_step
 from pdcompiler.runner import Compiled, Runner
 from pdcompiler.stream import Stream
 from pdcompiler.traces import Traces
-from pdcompiler.verification import Copies, Report, check_deterministic, compare, first_difference, run_copies
+from pdcompiler.verification import Copies, Report, compare, first_difference, run_copies
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-1}
 
@@ -44,6 +45,7 @@ class Options:
     init: Initialize | None
     optimizer: MakeOptimizer | None = None
     scale_learning_rate: bool = False
+    seed: int = 0
 
 
 class Pipeline(Inspectable):
@@ -54,6 +56,8 @@ class Pipeline(Inspectable):
         self.holdings = Holdings(request.model, request.loss_fn, request.device, options.init)
         self.runner = Runner(request, options.schedule, options.timeout, rank, self.holdings, traces)
         self.stream: Stream | None = None
+        self.steps = 0
+        """Training steps that were taken: what a step draws depends on it."""
         self._optimizer: torch.optim.Optimizer | None = None
         if request.ticks is not None and options.optimizer is not None:
             self.stream = Stream(self.runner, request.ticks, options.optimizer, options.scale_learning_rate)
@@ -77,12 +81,15 @@ class Pipeline(Inspectable):
                 ways_out=("make what computes them a part of the model", "detach them"),
             )
         if self.stream is not None:
-            return self.stream.step(batch, self.options.loss_weight, outputs)
+            fed = self.stream.step(batch, self.options.loss_weight, outputs, self._seeds(self.stream.ticks.batch or 1))
+            self.steps += 1
+            return fed
         weights = loss_weights(batch, batch.spans(self.options.schedule.microbatches), self.options.loss_weight)
         compiled = self.runner.compile(batch, weights, outputs, gradients=True)
-        results = self.runner.run(compiled, batch, weights)
+        results = self.runner.run(compiled, batch, weights, self._seeds(len(weights)))
         for rank, result in results.items():
             self._add_gradients(rank, compiled, result)
+        self.steps += 1
         return self._result(compiled, results, batch, weights, gradients=True)
 
     def drain(self) -> list[StepResult]:
@@ -110,29 +117,30 @@ class Pipeline(Inspectable):
         batch = self._read(args, kwargs, target)
         weights = loss_weights(batch, batch.spans(self.options.schedule.microbatches), self.options.loss_weight)
         compiled = self.runner.compile(batch, weights, outputs, gradients=False)
-        return self._result(compiled, self.runner.run(compiled, batch, weights), batch, weights, gradients=False)
+        results = self.runner.run(compiled, batch, weights, microbatch_seeds(self.options.seed, "evaluation", len(weights)))
+        return self._result(compiled, results, batch, weights, gradients=False)
 
     def verify(self, *args: Any, target: Any = None, tolerance: float | None = None, **kwargs: Any) -> Report:
         """Run a training step of all ranks in this process, on copies, against plain PyTorch: loss, gradients, buffers.
 
         tolerance: of max|a - b| / max|b| per tensor; None: 1e-12 in float64, 1e-5 in float32, 1e-1 in 16 bits.   Nothing is
-        changed.   Raises VerifyError that names what differs, and the first value of the program that does; CompileError for a
-        model that draws random numbers. Without flushes, of the same stages in a step with a flush.
+        changed.   Where the model draws, plain PyTorch draws from the same seeds.   Raises VerifyError that names what differs,
+        and the first value of the program that does. Without flushes, of the same stages in a step with a flush.
         """
         self._check_drained("verify")
         batch = self._read(args, kwargs, target)
         spans = batch.spans(self.options.schedule.microbatches)
         weights = loss_weights(batch, spans, self.options.loss_weight)
         compiled = self.runner.compile(batch, weights, "none", gradients=True)
-        check_deterministic(compiled.step)
-        inputs = self.runner.inputs(compiled, batch, weights)
+        seeds = self._seeds(len(weights))
+        inputs = self.runner.inputs(compiled, batch, weights, seeds)
         tensors = {**dict(self.request.model.named_parameters()), **self.holdings.buffers}
         allowed = tolerance or TOLERANCES[inputs["loss_weights"].dtype]
         copies = Copies({name: tensor.detach().clone() for name, tensor in tensors.items()})
         expected = plain_step(
             self.request.model, args, kwargs, target=target, loss_fn=self.request.loss_fn, weights=weights,
             rows_of_microbatches=[stop - start for start, stop in spans], batch_dims=self.options.batch_dims,  # type: ignore[arg-type]
-            training=self.request.model.training,
+            training=self.request.model.training, seeds=seeds,
         )  # fmt: skip
         loss, gradients = run_copies(compiled.program, compiled.ranks, self.partition, inputs, copies)
         try:
@@ -152,6 +160,10 @@ class Pipeline(Inspectable):
             return self.stream.prepare(batch)
         weights = [1.0] * len(batch.spans(self.options.schedule.microbatches))
         self.runner.compile(batch, weights, "none" if trains else "all", gradients=trains)
+
+    def _seeds(self, count: int) -> tuple[int, ...]:
+        """Of the next training step's microbatches."""
+        return microbatch_seeds(self.options.seed, self.steps, count)
 
     def _check_drained(self, what: str) -> None:
         if self.stream is not None:

@@ -4,6 +4,7 @@ It knows nothing of traces, stages or schedules, so that it cannot share a fault
 `pdcompiler.testing` compare with it. Not here: anything fast.
 """
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pdcompiler.comparison import detached, leaves, map_structure
+from pdcompiler.plain_draws import seeded_draws
 
 LossFunction = Callable[[Any, Any], Tensor]
 BatchDims = Mapping[str | int, int | None]  # argument name, position, or "target" -> the dim to split, None: whole
@@ -40,8 +42,11 @@ def plain_step(
     weights: Sequence[float] | None = None,
     batch_dims: BatchDims | None = None,
     training: bool = True,
+    seeds: Sequence[int] | None = None,
 ) -> Observed:
     """The loop `sum_i w_i * loss_i`; w_i is the microbatch's share of the rows unless given.
+
+    seeds: of the microbatches, where the model shall draw as a pipeline's does; None: from torch's own generators.
 
     Works on a deep copy, without earlier gradients; a microbatch of weight 0 runs forward only. Modes that were
     set per submodule stay, unless the model as a whole is in the other mode.
@@ -56,15 +61,16 @@ def plain_step(
     total: Tensor | None = None
     outputs = []
     start = 0
-    for size, share in zip(rows_of_microbatches, shares, strict=True):
+    for index, (size, share) in enumerate(zip(rows_of_microbatches, shares, strict=True)):
         part = _rows(batch, start, size, rows, dims)
         start += size
-        given = copied(*list(part.values())[: len(args)], **{name: part[name] for name in kwargs})
-        if share != 0:
-            loss = share * loss_of(given, part[own], loss_fn)
-            if loss.requires_grad:  # not so where every parameter is frozen
-                loss.backward()  # type: ignore[no-untyped-call]
-            total = loss.detach() if total is None else total + loss.detach()
+        with contextlib.nullcontext() if seeds is None else seeded_draws(copied, seeds[index]):
+            given = copied(*list(part.values())[: len(args)], **{name: part[name] for name in kwargs})
+            if share != 0:
+                loss = share * loss_of(given, part[own], loss_fn)
+                if loss.requires_grad:  # not so where every parameter is frozen
+                    loss.backward()  # type: ignore[no-untyped-call]
+                total = loss.detach() if total is None else total + loss.detach()
         outputs.append(detached(given))
     return Observed(
         loss=torch.zeros(()) if total is None else total,

@@ -5,7 +5,7 @@ Not here: what users call (`pipeline.py`), and how programs are made (`compiler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,7 @@ class Runner:
         modules = tuple(generate(p, own if p.rank == self.rank else None) for p in programs)
         names = [str(node.target) for node in program.graph.nodes if node.op == "placeholder"]
         sizes = [tensor.numel() * tensor.element_size() for tensor in batch.tensors.values()]
-        inputs = dict(zip(names, sizes, strict=False))  # behind them the losses' weights, a number each
+        inputs = dict(zip(names, sizes, strict=False))  # behind them weights and seeds, a number each
         return Compiled(step, program, programs, modules, window, inputs)
 
     def holders(self) -> dict[str, tuple[int, ...]]:
@@ -128,20 +128,27 @@ class Runner:
             lambda stage, rank: self.holdings.tensors(program.buffer_names[stage]),
         )
 
-    def inputs(self, compiled: Compiled, batch: Batch, weights: Sequence[float]) -> dict[str, Any]:
-        """The program's placeholders: the batch's tensors and the weights of the losses."""
-        loss_weights = self.loss_weights(compiled.staged, weights)
-        names = [str(node.target) for node in compiled.program.graph.nodes if node.op == "placeholder"]
-        return dict(zip(names, [*(tensor.detach() for tensor in batch.tensors.values()), loss_weights], strict=True))
+    def inputs(self, compiled: Compiled, batch: Batch, weights: Sequence[float], seeds: Sequence[int]) -> dict[str, Any]:
+        """The program's placeholders: the batch's tensors, the weights of the losses, the seeds of the microbatches."""
+        return self.placeholders(compiled.program, batch.tensors, self.loss_weights(compiled.staged, weights), seeds)
+
+    @staticmethod
+    def placeholders(
+        program: Program, tensors: Mapping[str, torch.Tensor], loss_weights: torch.Tensor, seeds: Sequence[int]
+    ) -> dict[str, Any]:
+        """Values by their names; a program that draws nothing has no seeds."""
+        names = [str(node.target) for node in program.graph.nodes if node.op == "placeholder"]
+        given = [*(tensor.detach() for tensor in tensors.values()), loss_weights, tuple(seeds)]
+        return dict(zip(names, given[: len(names)], strict=True))
 
     def loss_weights(self, staged: Staged, weights: Sequence[float]) -> torch.Tensor:
         """As a tensor, of the losses' own type."""
         types = [stage.types[staged.loss] for stage in staged.stages if staged.loss in stage.types]
         return torch.tensor(weights, dtype=types[0].dtype if types else None, device=self.device)
 
-    def run(self, compiled: Compiled, batch: Batch, weights: Sequence[float]) -> dict[int, Any]:
+    def run(self, compiled: Compiled, batch: Batch, weights: Sequence[float], seeds: Sequence[int]) -> dict[int, Any]:
         """Run a step; the results of the ranks that run in this process."""
-        inputs = self.inputs(compiled, batch, weights)
+        inputs = self.inputs(compiled, batch, weights, seeds)
         if self.backend is None:
             with torch.autocast(self.device.type, enabled=False):
                 return dict(enumerate(reference.run_ranks(compiled.ranks, inputs, self.memory(compiled.program))))

@@ -10,6 +10,7 @@ the others at its end. Programs of ticks are remembered by their text. Not here:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,7 @@ class Stream:
         text = tick_text(self.ticks, number)
         self._compile(text, dict.fromkeys(text.minibatches, plan), plan.staged, batch)
 
-    def step(self, batch: Batch, loss_weight: LossWeight, outputs: str) -> StepResult | None:
+    def step(self, batch: Batch, loss_weight: LossWeight, outputs: str, seeds: Sequence[int]) -> StepResult | None:
         """Feed a batch; the one that has finished meanwhile, if any."""
         if outputs != "none":
             raise CompileError(
@@ -79,14 +80,14 @@ class Stream:
         check_weights(weights, self.ticks.name)
         plans = self._plans(batch)
         result: StepResult | None = None
-        for place, (plan, weight) in enumerate(zip(plans, weights, strict=True)):
+        for place, (plan, weight, seed) in enumerate(zip(plans, weights, seeds, strict=True)):
             start = sum(other.rows for other in plans[:place])
             tensors = {
                 name: value if (dim := batch.dims[name]) is None else value.narrow(dim, start, plan.rows)
                 for name, value in batch.tensors.items()
             }
             versions = tuple(tensor._version for tensor in tensors.values())
-            fed = Fed(plan, tensors, weight, self.batches, place == len(plans) - 1, versions)
+            fed = Fed(plan, tensors, weight, seed, self.batches, place == len(plans) - 1, versions)
             result = next(iter(self._tick(fed, batch, None)), result)
         self.batches += 1
         return result
@@ -197,9 +198,8 @@ class Stream:
     def _run(self, compiled: CompiledTick, fed: Fed | None) -> dict[int, Any]:
         runner, inputs = self.runner, {}
         if fed is not None:
-            names = [str(node.target) for node in compiled.program.graph.nodes if node.op == "placeholder"]
-            values = [tensor.detach() for tensor in fed.tensors.values()]
-            inputs = dict(zip(names, [*values, runner.loss_weights(fed.plan.staged, [fed.weight])], strict=True))
+            loss_weights = runner.loss_weights(fed.plan.staged, [fed.weight])
+            inputs = runner.placeholders(compiled.program, fed.tensors, loss_weights, [fed.seed])
         if runner.backend is None:
             with torch.autocast(runner.device.type, enabled=False):
                 found = reference.run_ranks(compiled.ranks, inputs, self._memory(), self.network, self.observe)

@@ -18,12 +18,13 @@ from pdcompiler.stream_memory import StreamMemory
 
 @dataclass(frozen=True)
 class Fed:
-    """A minibatch that came in. weight: of its loss in its batch.   index: of its batch.   versions: of its tensors, to see if
-    the user changes one in place while it is needed."""
+    """A minibatch that came in. weight: of its loss in its batch.   seed: of what it draws.   index: of its batch.   versions: of
+    its tensors, to see if the user changes one in place while it is needed."""
 
     plan: Microbatch
     tensors: dict[str, Tensor]
     weight: float
+    seed: int
     index: int
     is_last: bool
     versions: tuple[int, ...]

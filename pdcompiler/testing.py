@@ -28,6 +28,7 @@ from pdcompiler.comparison import assert_same as assert_same
 from pdcompiler.comparison import assert_same_parts, detached
 from pdcompiler.comparison import largest_difference as largest_difference
 from pdcompiler.core.printer import show
+from pdcompiler.core.random_ops import microbatch_seeds
 from pdcompiler.oracle import AsynchronousResult as AsynchronousResult
 from pdcompiler.oracle import asynchronous_steps as asynchronous_steps
 from pdcompiler.plain import BatchDims as BatchDims
@@ -76,13 +77,14 @@ def assert_transparent(
     outputs: bool = True,
     **kwargs: Any,
 ) -> None:
-    """Compile a copy of the model, take one step in this process, and compare everything with the plain loop."""
+    """Compile a copy of the model, take one step in this process, and compare everything with the plain loop, which draws from
+    the same seeds."""
     import pdcompiler  # here, since the package may import this module
 
     sizes = split_rows(rows_of(model, args, kwargs, batch_dims), microbatches)
     expected = plain_step(
         model, args, kwargs, target=target, loss_fn=loss_fn, rows_of_microbatches=sizes, batch_dims=batch_dims,
-        training=model.training,
+        training=model.training, seeds=microbatch_seeds(0, 0, len(sizes)),
     )  # fmt: skip
     pipe: Any = pdcompiler.compile(
         copy.deepcopy(model), world_size, example_args=args, example_kwargs=kwargs, example_target=target, loss_fn=loss_fn,
@@ -92,7 +94,7 @@ def assert_transparent(
     result = pipe.step(*args, target=target, outputs="all" if outputs else "none", **kwargs)
     assert_close_by_tensor(result.loss.detach(), expected.loss, tolerance, "loss")
     if outputs:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             whole = replica(model, model.training)(*detached(args), **detached(kwargs))
         assert_same(result.outputs, join_outputs(expected.outputs, whole, sizes), tolerance, "outputs")
     _assert_same_model(pipe, model, expected, tolerance)

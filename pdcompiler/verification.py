@@ -15,10 +15,9 @@ from torch import Tensor, fx
 
 from pdcompiler.backends import reference
 from pdcompiler.comparison import largest_difference
-from pdcompiler.core.errors import CompileError, VerifyError
+from pdcompiler.core.errors import VerifyError
 from pdcompiler.core.ir import Input, Program, RankProgram, Step, Trace, name_of, where
 from pdcompiler.core.partition import Partition
-from pdcompiler.core.values import is_random
 from pdcompiler.plain import Observed
 
 
@@ -51,17 +50,6 @@ class Copies:
             lambda stage, rank: tuple(self.tensors[name] for name in partition.stages[stage].parameters),
             lambda stage, rank: tuple(self.tensors[name] for name in program.buffer_names[stage]),
         )
-
-
-def check_deterministic(step: Step) -> None:
-    """Raise CompileError where a stage draws random numbers: two runs of it differ."""
-    for stage in step.microbatches[0].staged.stages:
-        for node in stage.forward.module.graph.nodes:
-            if node.op == "call_function" and is_random(node) and "attention" not in str(node.target):
-                raise CompileError(
-                    "the model draws random numbers, so a second run is not equal to the first", where=where(node),
-                    ways_out=("verify with dropout 0: pipe.eval(), or p=0 in the model's config",),
-                )
 
 
 def run_copies(
@@ -115,7 +103,7 @@ def first_difference(
         if meaning.kind == "batch":
             value, dim = batch[meaning.name], step.dims[meaning.name]
             return value if dim is None else reference.microbatch(value, start=first.start, stop=first.stop, dim=dim)
-        return first.rows if meaning.kind == "rows" else inputs["loss_weights"][0]
+        return first.rows if meaning.kind == "rows" else inputs[f"{meaning.kind}s"][0]
 
     values = reference.run_trace(trace, given)
     reference.run_program(program, inputs, copies.memory(program, partition), observe)

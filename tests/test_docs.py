@@ -36,7 +36,7 @@ CASE_TEST = re.compile(r"^def (test_case_(\d+[a-c]?)_\w+)", re.MULTILINE)
 FILE = re.compile(r"# (\w+)\.py\n")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
-MUST_SHOW = "1 2 3 4 5 6 7 7b 8 9 12 12b 13 14 15 15b 15c 16 17 18 19 20 22 23 25 27 28 29 30 31 32 33 34"
+MUST_SHOW = "1 2 3 4 5 6 7 7b 8 9 12 12b 13 14 15 15b 15c 16 17 18 19 20 22 23 24 25 27 28 29 30 31 32 33 34"
 """The cases that the first milestone promises; the others come with what they need (asynchronous schedules, checkpoints, ...)."""
 
 

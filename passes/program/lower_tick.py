@@ -241,4 +241,4 @@ class _Lowering:
 
 def _is_of_forward(name: str, part: Stage) -> bool:
     """Whether a backward takes it from its own stage's forward."""
-    return name in ("weights", "buffers", "loss_weight") or name in part.batch
+    return name in ("weights", "buffers", "loss_weight", "seed") or name in part.batch

@@ -54,7 +54,7 @@ class _Part:
     """The forward or backward of one stage while it is being collected."""
 
     body: list[fx.Node] = field(default_factory=list)
-    takes: dict[fx.Node, None] = field(default_factory=dict)  # values of other stages, batch, loss_weight, rows
+    takes: dict[fx.Node, None] = field(default_factory=dict)  # values of other stages, batch, loss_weight, rows, seed
     gives: dict[fx.Node, None] = field(default_factory=dict)  # values for other stages, loss, outputs
 
 
@@ -90,7 +90,7 @@ class _Cutter:
     def _edge(self, source: fx.Node, reader: fx.Node) -> None:
         """Note what crossing this edge asks of the parts."""
         part, kind = self._part(reader), self._kind(source)
-        if kind in ("batch", "rows", "loss_weight"):
+        if kind in ("batch", "rows", "loss_weight", "seed"):
             part.takes[source] = None
         if kind != "call_function" or self._part(source) is part:
             return

@@ -34,7 +34,7 @@ from pdcompiler.core.values import is_product, is_view
 
 WORTH_IT = 0.9
 """The minimum cut is taken where it leaves at most this part of what is kept without it."""
-AT_HAND = ("weights", "buffers", "rows", "loss_weight")
+AT_HAND = ("weights", "buffers", "rows", "loss_weight", "seed")
 """What both parts take: it is there at any time."""
 
 

@@ -109,6 +109,8 @@ class _Reader:
             return self._integer(type)
         if node.op == "get_attr":
             value = getattr(self.captured.module, str(node.target))
+            if not isinstance(value, Tensor):
+                raise _held_object(node, value)
             self.constants.register_buffer(str(node.target), value)
             type = ValueType(tuple(value.shape), value.dtype, str(value.device))
         return self._node(node, type)
@@ -172,6 +174,16 @@ class _Reader:
                 expression = expression.subs(self.captured.symbol, ROWS)
             return int(expression) if expression.is_Integer else expression
         return value
+
+
+def _held_object(node: fx.Node, value: Any) -> CompileError:
+    """Of what is no tensor, a generator above all: what it gives would depend on the order in which stages ask it."""
+    custom = next(iter(node.users)).meta.get("custom", {})
+    ways_out = ("leave generator= out; compile(..., seed=) makes what is drawn reproducible",)
+    return CompileError(
+        f"an operation takes a {type(value).__name__} that the model holds", where=custom.get("source"),
+        ways_out=ways_out if isinstance(value, torch.Generator) else ("give it tensors alone",),
+    )  # fmt: skip
 
 
 def _example(number: Any) -> Any:

@@ -66,7 +66,7 @@ def capture_joint(
         if device is not None:
             _meta_to_fake(whole, mode, device)
         try:
-            with provenance(whole), mode, _sparing():
+            with provenance(whole), mode, _sparing(), _no_numbers_drawn():
                 captured = aot_export_joint_with_descriptors(stack, whole, tuple(inputs))
         except CompileError:
             raise
@@ -74,6 +74,20 @@ def capture_joint(
             raise explain_failure(error, model) from error
         symbol = _row_symbol(inputs, batch)
         return _captured(captured.graph_module, whole, batch, shapes, symbol, rows)
+
+
+@contextlib.contextmanager
+def _no_numbers_drawn() -> Iterator[None]:
+    """Raise CompileError where a forward draws from Python's or numpy's generator: the trace would have one number for ever."""
+    before = random.getstate(), str(numpy.random.get_state())
+    yield
+    after = random.getstate(), str(numpy.random.get_state())
+    for name, one, other in zip(("Python's random", "numpy"), before, after, strict=True):
+        if one != other:
+            raise CompileError(
+                f"the model's forward draws numbers from {name}: a compiled step would use the same ones each time",
+                ways_out=("draw with torch, as torch.rand(())", "draw outside, and give the number as an input"),
+            )
 
 
 def _fake_input(mode: FakeTensorMode, name: str, tensor: Tensor, dim: int | None, rows: int, symbolic: bool) -> Tensor:

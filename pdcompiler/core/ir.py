@@ -40,7 +40,8 @@ from pdcompiler.core.value_type import has_data_dependent_shape as has_data_depe
 
 @dataclass(frozen=True)
 class Input:
-    """What a placeholder of a trace is: kind "parameter", "buffer", "batch" (a model input or target) "loss_weight" or "rows"."""
+    """What a placeholder of a trace is: kind "parameter", "buffer", "batch" (a model input or target), "loss_weight", "rows"
+    or "seed"."""
 
     kind: str
     name: str
@@ -112,8 +113,8 @@ class Trace(Readable):
 class Function:
     """A stage's forward or backward: a graph whose placeholders and outputs are named values.
 
-    Names with a meaning of their own: weights, buffers, saved, kept, rows, loss_weight among `takes`; saved, kept, buffers (the
-    new values), gradients among `gives`. All others are values that cross stages, model inputs, the loss or outputs.
+    Names with a meaning of their own: weights, buffers, saved, kept, rows, loss_weight, seed among `takes`; saved, kept, buffers
+    (the new values), gradients among `gives`. All others are values that cross stages, model inputs, the loss or outputs.
     """
 
     module: fx.GraphModule
@@ -191,7 +192,7 @@ class Step:
     outputs: str = "none"
 
 
-RESERVED = ("weights", "buffers", "saved", "kept", "rows", "loss_weight", "loss_weights", "gradients", "self")
+RESERVED = ("weights", "buffers", "saved", "kept", "rows", "loss_weight", "loss_weights", "seed", "seeds", "gradients", "self")
 """Names that a value of the model may not have, see Function."""
 
 
@@ -199,7 +200,8 @@ RESERVED = ("weights", "buffers", "saved", "kept", "rows", "loss_weight", "loss_
 class Program(Readable):
     """The step of all ranks as one graph. Every node has a rank; nodes stand in one global order.
 
-    Placeholders are the batch's tensors, in its order, and `loss_weights`; the output is a dict from rank to that rank's results:
+    Placeholders are the batch's tensors, in its order, `loss_weights`, and where the model draws `seeds`, an integer for each
+    microbatch; the output is a dict from rank to that rank's results:
     {"loss": value, "gradients": {stage: tuple}, "reduced": {parameter: value}, "outputs": [leaf: [microbatch: value]]},
     of a tick without flushes {"losses": [value]}.
     root: holds the stage functions that `call_module` nodes name.   schedule: None for a tick.   gradient_names,

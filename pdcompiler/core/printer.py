@@ -126,6 +126,8 @@ def _value(value: Any, names: Names) -> str:
         return "(" + ", ".join(_value(item, names) for item in value) + ("," if len(value) == 1 else "") + ")"
     if isinstance(value, list):
         return "[" + ", ".join(_value(item, names) for item in value) + "]"
+    if isinstance(value, torch._ops.OpOverload):
+        return _operation(value)
     of_torch = isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format))
     return str(value).removeprefix("torch.") if of_torch else repr(value)
 

@@ -90,6 +90,7 @@ class ProgramWriter:
         self.root = nn.Module()
         self.inputs = {name: self._placeholder(identifier(name, {*RESERVED, *ops.VOCABULARY})) for name in tensors}
         self.loss_weights = self._placeholder("loss_weights")
+        self.seeds: fx.Node | None = None
         self._known: dict[tuple[Any, ...], fx.Node] = {}
         self._functions: dict[str, Function] = {}
         for node in self.graph.nodes:
@@ -117,22 +118,35 @@ class ProgramWriter:
         return self._known[key]
 
     def of_batch(self, name: str, part: Stage, plan: Microbatch, dims: Mapping[str, int | None], note: Note) -> Any:
-        """What a stage takes of its microbatch: the number of rows, the loss's weight, a tensor of the batch. None: of none of
-        these is this the name."""
+        """What a stage takes of its microbatch: the number of rows, the loss's weight, its seed, a tensor of the batch. None: of
+        none of these is this the name."""
         if name == "rows":
             return plan.rows
         if name == "loss_weight":
             return self.loss_weight(note)
+        if name == "seed":
+            return self.seed(note)
         if name in part.batch:
             return self._rows_of(part.batch[name], plan, dims[part.batch[name]], note)
         return None
 
     def loss_weight(self, note: Note) -> fx.Node:
         """Of the loss of a microbatch."""
+        return self._of_microbatch(self.loss_weights, "loss_weight", note)
+
+    def seed(self, note: Note) -> fx.Node:
+        """Of what a microbatch draws."""
+        if self.seeds is None:
+            with self.graph.inserting_after(self.loss_weights):
+                self.seeds = describe(self._placeholder("seeds"), rank=0)
+        return self._of_microbatch(self.seeds, "seed", note)
+
+    def _of_microbatch(self, values: fx.Node, name: str, note: Note) -> fx.Node:
+        """A microbatch's item of a placeholder, taken once on each rank."""
         m = note["microbatch"]
-        key = (note["rank"], "loss_weights", m)
+        key = (note["rank"], name, m)
         if key not in self._known:
-            self._known[key] = self.call(operator.getitem, (self.loss_weights, m), {}, f"loss_weight_{m}", note)
+            self._known[key] = self.call(operator.getitem, (values, m), {}, f"{name}_{m}", note)
         return self._known[key]
 
     def _rows_of(self, tensor: str, plan: Microbatch, dim: int | None, note: Note) -> fx.Node:

@@ -73,9 +73,16 @@ class SourceLines(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
+def _annotated(path: str, number: int) -> contextlib.AbstractContextManager[None]:
+    return annotate({"module": path, "call": number})
+
+
 @contextlib.contextmanager
-def module_calls(root: nn.Module) -> Iterator[None]:
-    """Annotate nodes with ("module", path) and ("call", number of that module's call in one forward of root)."""
+def module_calls(
+    root: nn.Module, inside: Callable[[str, int], contextlib.AbstractContextManager[None]] = _annotated
+) -> Iterator[None]:
+    """Run each module's forward inside of what is made of its path and of the number of this call of it in one forward of root;
+    left out: its nodes are annotated with both, as "module" and "call"."""
     paths: dict[int, str] = {}
     for path, module in root.named_modules():
         paths.setdefault(id(module), path)
@@ -88,7 +95,7 @@ def module_calls(root: nn.Module) -> Iterator[None]:
             return
         if module is root:
             calls.clear()
-        open_.append(annotate({"module": path, "call": calls[path]}))
+        open_.append(inside(path, calls[path]))
         open_[-1].__enter__()
         calls[path] += 1
 

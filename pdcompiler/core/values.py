@@ -32,8 +32,11 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether two runs of a node differ: it draws from a random generator."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether two runs of a node differ: it draws from a random generator (attention does, if it drops anything)."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    given = dict(zip((argument.name for argument in node.target._schema.arguments), node.args, strict=False)) | node.kwargs  # type: ignore[union-attr]
+    return "attention" not in str(node.target) or given.get("dropout_p") not in (None, 0.0)
 
 
 def is_product(node: fx.Node) -> bool:

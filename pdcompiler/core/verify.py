@@ -56,7 +56,7 @@ def verify_staged(staged: Staged) -> None:
 
 
 def _check_takes(stage: Stage, function: Function, made: set[str], phase: str) -> None:
-    own = {"weights", "buffers", "saved", "rows", "loss_weight", *stage.batch}
+    own = {"weights", "buffers", "saved", "rows", "loss_weight", "seed", *stage.batch}
     missing = [name for name in function.takes if name not in own | made]
     if missing:
         raise VerifyError(f"stage {stage.index}'s {phase} takes {missing}, which nothing before it gives")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import pdcompiler
 from pdcompiler import Pipeline, StepResult
+from pdcompiler.core.random_ops import microbatch_seeds
 from pdcompiler.testing import (
     LossFunction,
     assert_close_by_tensor,
@@ -48,9 +49,9 @@ class AgainstLoop:
         sizes = split_rows(rows_of(self.model, args, kwargs, self.batch_dims), self.microbatches)
         expected = plain_step(
             self.model, args, kwargs, target=target, loss_fn=self.loss_fn, rows_of_microbatches=sizes, weights=weights,
-            batch_dims=self.batch_dims, training=self.model.training,
+            batch_dims=self.batch_dims, training=self.model.training, seeds=microbatch_seeds(0, self.pipe.steps, len(sizes)),
         )  # fmt: skip
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             whole = copy.deepcopy(self.model)(*args, **kwargs)
         self.model.zero_grad()
         result = self.pipe.step(*args, target=target, outputs="all", **kwargs)

@@ -16,6 +16,7 @@ from pdcompiler import Pipeline, Schedule, StepResult, traces
 from pdcompiler.compiler import Request
 from pdcompiler.core.batch import Batch
 from pdcompiler.core.ir import Trace
+from pdcompiler.core.random_ops import microbatch_seeds
 from pdcompiler.testing import Observed, assert_close_by_tensor, assert_same, join_outputs, plain_step, rows_of, split_rows
 from pdcompiler.traces import Traces
 from tests.cases.every_cut import TracedOnce
@@ -63,7 +64,7 @@ def check_step(pipe: Pipeline, example: Example, outputs: str = "all") -> StepRe
     sizes = split_rows(rows, pipe.schedule.microbatches)
     expected = plain_step(
         example.model, example.args, example.kwargs, target=example.target, loss_fn=example.loss_fn,
-        rows_of_microbatches=sizes, training=example.model.training,
+        rows_of_microbatches=sizes, training=example.model.training, seeds=microbatch_seeds(0, pipe.steps, len(sizes)),
     )  # fmt: skip
     whole = whole_outputs(example)
     example.model.zero_grad(set_to_none=True)

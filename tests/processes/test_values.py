@@ -93,3 +93,26 @@ def check_batch_norm() -> list[str]:
 def test_batch_norm_counts_microbatches_where_its_stage_is(pool: Callable[[int], Group]) -> None:
     names = ("num_batches_tracked", "running_mean", "running_var")
     assert [sorted(held) for held in pool(2).run(check_batch_norm)] == [[f"{i}.{name}" for name in names] for i in (1, 4)]
+
+
+def check_dropout(schedule: str, options: dict[str, Any]) -> list[float]:
+    """Two steps, each against plain PyTorch that draws from the same seeds; the losses, and nothing of torch's own generator."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4)) for _ in range(4)]).double()
+    rows, target = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64)
+    example = Example("dropout", model, (rows,), target=target, loss_fn=F.mse_loss)
+    pipe = compile_example(example, schedule=schedule, **options)
+    torch.manual_seed(dist.get_rank())
+    losses = [float(check_step(pipe, example).loss) for _ in range(2)]  # type: ignore[arg-type]
+    assert torch.initial_seed() == dist.get_rank()
+    return losses
+
+
+def test_dropout_is_that_of_plain_pytorch_on_any_ranks(pool: Callable[[int], Group]) -> None:
+    plans: list[tuple[int, str, dict[str, Any]]] = [
+        (2, "1f1b", {"partition": ["2"]}), (4, "zb-h1", {"partition": ["1", "2", "3"]}), (2, "interleaved", {}),
+        (3, "1f1b", {"partition": ["2"], "replicas": (2, 1)}),
+    ]  # fmt: skip
+    found = [losses for ranks, schedule, options in plans for losses in pool(ranks).run(check_dropout, schedule, options)]
+    assert len(found) == 2 + 4 + 2 + 3 and found[0][0] != found[0][1]
+    assert all(losses == pytest.approx(found[0], rel=1e-12) for losses in found)
