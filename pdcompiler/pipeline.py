@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pdcompiler.clipping import clip_gradients
+from pdcompiler.clipping import clip_gradients, share_overflow
 from pdcompiler.compiler import Request
 from pdcompiler.core.batch import Batch, BatchDims, read_batch
 from pdcompiler.core.errors import CompileError, VerifyError
@@ -64,11 +64,14 @@ class Pipeline(Inspectable):
 
     # training and evaluation
 
-    def step(self, *args: Any, target: Any = None, outputs: str = "none", **kwargs: Any) -> StepResult | None:
+    def step(
+        self, *args: Any, target: Any = None, outputs: str = "none", scaler: Any = None, **kwargs: Any
+    ) -> StepResult | None:
         """One training step on a batch: adds to `.grad` of this rank's parameters what plain PyTorch would add.
 
         The gradient is that of sum_i w_i * loss_i over the microbatches, w_i by `loss_weight`.   outputs: "none", "last" (on
-        the ranks of the last stage) or "all".   Every rank calls it with the same arguments.
+        the ranks of the last stage) or "all".   scaler: a torch.amp.GradScaler, by whose scale the gradients are larger; what
+        overflows on one rank is then seen by the scalers of all.   Every rank calls it with the same arguments.
 
         Without flushes: feeds the batch, which the optimizers' updates will follow, and returns on every rank what has
         finished meanwhile: the loss of an earlier batch and its index, None while the pipeline fills. The batch must stay as
@@ -80,17 +83,25 @@ class Pipeline(Inspectable):
                 f"the inputs {', '.join(wants)} want a gradient, but a step gives gradients to the model's parameters alone",
                 ways_out=("make what computes them a part of the model", "detach them"),
             )
+        scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self.runner.device)))
         if self.stream is not None:
+            if scaler is not None:
+                raise CompileError(
+                    f"{self.stream.ticks.name} updates inside of a step, where a GradScaler can't skip an update",
+                    ways_out=("bfloat16 needs no scaler", "a schedule that flushes"),
+                )
             fed = self.stream.step(batch, self.options.loss_weight, outputs, self._seeds(self.stream.ticks.batch or 1))
             self.steps += 1
             return fed
         weights = loss_weights(batch, batch.spans(self.options.schedule.microbatches), self.options.loss_weight)
         compiled = self.runner.compile(batch, weights, outputs, gradients=True)
-        results = self.runner.run(compiled, batch, weights, self._seeds(len(weights)))
+        results = self.runner.run(compiled, batch, [weight * scale for weight in weights], self._seeds(len(weights)))
         for rank, result in results.items():
             self._add_gradients(rank, compiled, result)
+        if scaler is not None and scaler.is_enabled():
+            share_overflow(self.runner)
         self.steps += 1
-        return self._result(compiled, results, batch, weights, gradients=True)
+        return self._result(compiled, results, batch, weights, gradients=True, scale=scale)
 
     def drain(self) -> list[StepResult]:
         """Finish what is in flight, and update with what there is of the last rounds; returns the batches that finished. Every
@@ -187,8 +198,9 @@ class Pipeline(Inspectable):
         add_gradients(self.holdings.parameters, found, own=compiled.program.summed)
 
     def _result(
-        self, compiled: Compiled, results: Mapping[int, Any], batch: Batch, weights: Sequence[float], *, gradients: bool
-    ) -> StepResult:
+        self, compiled: Compiled, results: Mapping[int, Any], batch: Batch, weights: Sequence[float], *, gradients: bool,
+        scale: float = 1.0,
+    ) -> StepResult:  # fmt: skip
         result = results[max(results)]
         staged = compiled.staged
         outputs = None
@@ -197,7 +209,7 @@ class Pipeline(Inspectable):
             dims = (None,) * len(staged.outputs) if one else self.runner.traces.output_dims(batch, gradients)
             outputs = staged.result.rebuild(join_outputs(result["outputs"], dims, weights))
         loss = result.get("loss")
-        return StepResult(None if loss is None else loss.detach().clone(), outputs)
+        return StepResult(None if loss is None else loss.detach() / scale, outputs)
 
     # what is held
 
@@ -221,16 +233,17 @@ class Pipeline(Inspectable):
             if parameter.grad is not None:
                 parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, deterministic: bool = False) -> Tensor:
         """As torch.nn.utils.clip_grad_norm_ of the whole model, on every rank: scales this rank's gradients, returns the norm of
-        all. Without flushes gradients are never there all at once: CompileError; each stage can clip its own."""
+        all. deterministic: equal to one process's to the last bit, with a message more. Without flushes gradients are never there
+        all at once: CompileError; each stage can clip its own."""
         if self.stream is not None:
             raise CompileError(
                 f"{self.stream.ticks.name} updates each stage when its gradients are there, so there is no norm of all stages'",
                 ways_out=("by stage: an optimizer that clips before its step (docs/asynchronous.md)", "a schedule that flushes"),
             )
         _ = self.partition
-        return clip_gradients(self.runner, max_norm, norm_type)
+        return clip_gradients(self.runner, max_norm, norm_type, deterministic)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the modules' mode, as of a module."""

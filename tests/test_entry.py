@@ -107,7 +107,7 @@ def test_a_model_that_is_no_module() -> None:
     )
 
 
-def test_more_ranks_than_the_model_can_be_cut_into(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_36_more_ranks_than_the_model_can_be_cut_into(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert told(lambda: stepped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(), world_size=8)) == (
         "8 stages asked for, but the model can be cut in at most 2 stages\n  try: world_size=2 or less"

@@ -60,7 +60,7 @@ def problems(schedule: str, kinds: int, layers: int = 4) -> st.SearchStrategy[tu
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @settings(max_examples=15)
 @given(data=st.data())
-def test_it_is_as_good_as_brute_force(schedule: str, kinds: int, data: st.DataObject) -> None:
+def test_case_35_it_is_as_good_as_brute_force(schedule: str, kinds: int, data: st.DataObject) -> None:
     assert_best(*data.draw(problems(schedule, kinds)))
 
 
@@ -171,7 +171,7 @@ def shuffled(workload: Workload, random: object) -> list[int]:
 
 @LAW
 @given(PROBLEMS)
-def test_never_above_one_device_nor_data_parallelism(problem: tuple[Workload, Machine, Training]) -> None:
+def test_case_37_never_above_one_device_nor_data_parallelism(problem: tuple[Workload, Machine, Training]) -> None:
     workload, machine, training = problem
     every = tuple(range(workload.layers))
     for replicas in (1, machine.world_size):

@@ -84,7 +84,7 @@ def test_the_default_has_any_number_of_devices() -> None:
     assert many.take(3).devices == ((FAST, 3),)
 
 
-def test_a_machine_has_only_so_many_devices() -> None:
+def test_case_36_a_machine_has_only_so_many_devices() -> None:
     with pytest.raises(CompileError) as caught:
         SERVERS.take(13)
     assert str(caught.value) == (
@@ -143,7 +143,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_is_refused(case: str) -> None:
+def test_case_36_a_machine_that_cannot_be_is_refused(case: str) -> None:
     make, message = WRONG[case]
     with pytest.raises(CompileError) as caught:
         make()

@@ -197,7 +197,7 @@ def test_a_bandwidth_alone() -> None:
         ("-1e9", "--low must be above 0, is -1000000000.0"),
     ],
 )
-def test_what_is_no_bandwidth(text: str, message: str) -> None:
+def test_case_36_what_is_no_bandwidth(text: str, message: str) -> None:
     with pytest.raises(CompileError) as caught:
         parse_bandwidth(text, "--low")
     assert str(caught.value).startswith(message)

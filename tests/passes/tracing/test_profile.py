@@ -182,7 +182,7 @@ def test_annotating_again_forgets_what_was_measured() -> None:
     assert all(cost_of(node).seconds is None for node in trace.graph.nodes)
 
 
-def test_an_operator_that_writes_its_input_writes_a_copy() -> None:
+def test_case_35_an_operator_that_writes_its_input_writes_a_copy() -> None:
     with torch.library._scoped_library("profile_test", "DEF") as library:
         library.define("count(Tensor(a!) x, Tensor y) -> Tensor")
         library.impl("count", lambda x, y: (x.add_(1), y * 1)[1], "CompositeExplicitAutograd")
