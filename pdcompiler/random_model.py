@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Kind = Literal["linear", "layernorm", "gated", "table", "batchnorm", "counter", "running"]
+Kind = Literal["linear", "layernorm", "gated", "table", "dropout", "batchnorm", "counter", "running"]
 Form = Literal["tensor", "scalar", "tuple", "dict", "dataclass"]  # what forward returns; "scalar": the loss alone
-STATELESS: tuple[Kind, ...] = ("linear", "layernorm", "gated", "table")
+STATELESS: tuple[Kind, ...] = ("linear", "layernorm", "gated", "table", "dropout")
 MUTATING: tuple[Kind, ...] = ("batchnorm", "counter", "running")
 WIDTH, LENGTH, VOCABULARY = 4, 3, 11
 
@@ -119,6 +119,8 @@ class Body(nn.Module):
             result = torch.tanh(value) * torch.sigmoid(gate)
         elif self.kind == "table":
             result = hidden * table
+        elif self.kind == "dropout":
+            result = F.dropout(hidden, 0.25, self.training)
         elif self.kind == "batchnorm":  # tanh: else a bias right before it would have a gradient of mere rounding
             result = self.norm(torch.tanh(hidden).transpose(1, 2)).transpose(1, 2)
         elif self.kind == "running":

@@ -4,7 +4,7 @@ Each feature is drawn by a coin of its own, so that none is rare: `features` nam
 test to count with `hypothesis.event`. This is the one module that needs hypothesis; there are no assertions in it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hypothesis import strategies as st
@@ -131,6 +131,27 @@ class Case:
         return batch_for(self.spec, self.rows, self.batch_seed)
 
 
+@dataclass(frozen=True)
+class Run:
+    """A training run. steps: of each, the rows of its batches, whose gradients are added.   clip: the largest norm, or None."""
+
+    case: Case
+    steps: tuple[tuple[int, ...], ...]
+    clip: float | None
+
+    def batch(self, step: int, number: int) -> Batch:
+        return batch_for(self.case.spec, self.steps[step][number], self.case.batch_seed + 10 * step + number)
+
+
+@st.composite
+def training_runs(draw: st.DrawFn) -> Run:
+    """Two or three steps of one or two batches, whose rows change; any named schedule of one stage a rank."""
+    case = replace(draw(cases()), schedule=draw(st.sampled_from(("gpipe", "1f1b", "zb-h1", "zb-h2"))))
+    rows = st.one_of(st.just(case.rows), row_counts())
+    steps = draw(st.lists(st.lists(rows, min_size=1, max_size=2).map(tuple), min_size=2, max_size=3).map(tuple))
+    return Run(case, steps, draw(st.sampled_from((None, 0.1, 10.0))))
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """A whole case; microbatches are uneven in nearly half of them."""
@@ -151,6 +172,7 @@ def features(of: ModelSpec | Case) -> frozenset[str]:
         "skip": bool(spec.skips),
         "concat": any(skip.join == "concat" for skip in spec.skips),
         "tied weight": spec.tie is not None or spec.tied_head,
+        "dropout": "dropout" in spec.blocks,
         "mutated buffer": any(kind in MUTATING for kind in spec.blocks),
         "shared constant buffer": spec.blocks.count("table") > 1,
         "unused parameter": spec.unused is not None,

@@ -50,6 +50,7 @@ from pdcompiler.schedule_strategies import any_schedules as any_schedules
 from pdcompiler.schedule_strategies import mutated_schedules as mutated_schedules
 from pdcompiler.schedule_strategies import named_schedules as named_schedules
 from pdcompiler.strategies import Case as Case
+from pdcompiler.strategies import Run as Run
 from pdcompiler.strategies import cases as cases
 from pdcompiler.strategies import features as features
 from pdcompiler.strategies import microbatch_counts as microbatch_counts
@@ -58,6 +59,7 @@ from pdcompiler.strategies import random_models as random_models
 from pdcompiler.strategies import row_counts as row_counts
 from pdcompiler.strategies import schedules as schedules
 from pdcompiler.strategies import specs as specs
+from pdcompiler.strategies import training_runs as training_runs
 from pdcompiler.workload_strategies import machines as machines
 from pdcompiler.workload_strategies import trainings as trainings
 from pdcompiler.workload_strategies import workloads as workloads
