@@ -22,8 +22,9 @@ from pdcompiler.core.batch import read_batch
 from pdcompiler.core.ir import Microbatch, Program, RankProgram, Step
 from pdcompiler.core.partition import Partition
 from pdcompiler.core.pass_manager import Watch
+from pdcompiler.core.random_ops import microbatch_seeds
 from pdcompiler.passes.schedules.named import SCHEDULES
-from pdcompiler.runner import restrict
+from pdcompiler.runner import Runner, restrict
 from pdcompiler.testing import Batch, Case, assert_close_by_tensor, plain_step, split_rows
 from pdcompiler.traces import Traces
 from tests.levels import request
@@ -41,9 +42,11 @@ class OneStep:
         self.batch = read_batch(model, batch.args, batch.kwargs, batch.target, None)
         sizes = split_rows(self.batch.rows, microbatches)
         self.weights = [size / self.batch.rows for size in sizes]
+        self.seeds = microbatch_seeds(0, 0, len(sizes))
         self.expected = plain_step(
-            model, batch.args, batch.kwargs, target=batch.target, loss_fn=batch.loss_fn, rows_of_microbatches=sizes
-        )
+            model, batch.args, batch.kwargs, target=batch.target, loss_fn=batch.loss_fn, rows_of_microbatches=sizes,
+            seeds=self.seeds,
+        )  # fmt: skip
         self.request = dataclasses.replace(
             request(copy.deepcopy(model), len(begins) + 1, loss_fn=batch.loss_fn, partition=tuple(begins)), watch=self._look
         )
@@ -93,9 +96,8 @@ class OneStep:
             lambda stage, rank: tuple(tensors[name] for name in self.partition.stages[stage].parameters),
             lambda stage, rank: tuple(tensors[name] for name in program.buffer_names[stage]),
         )
-        given = [*self.batch.tensors.values(), torch.tensor(self.weights, dtype=torch.float64)]
-        names = [str(node.target) for node in program.graph.nodes if node.op == "placeholder"]
-        results = run(dict(zip(names, given, strict=True)), memory)
+        weights = torch.tensor(self.weights, dtype=torch.float64)
+        results = run(Runner.placeholders(program, self.batch.tensors, weights, self.seeds), memory)
         for rank, result in results.items():
             assert_close_by_tensor(result["loss"], self.expected.loss, EXACT, f"loss on rank {rank}")
         self._check_gradients(gradients_of(program, results), reduced)
