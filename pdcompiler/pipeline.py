@@ -22,6 +22,7 @@ from pdcompiler.core.schedule import Schedule
 from pdcompiler.gradients import add_gradients
 from pdcompiler.holdings import Holdings, Initialize
 from pdcompiler.inspection import Inspectable
+from pdcompiler.metrics import Meter, Metrics
 from pdcompiler.optimizers import MakeOptimizer, whole_optimizer
 from pdcompiler.outputs import LossWeight, StepResult, join_outputs, loss_weights
 from pdcompiler.plain import plain_step
@@ -55,6 +56,7 @@ class Pipeline(Inspectable):
         self.request, self.options, self.rank = request, options, rank
         self.holdings = Holdings(request.model, request.loss_fn, request.device, options.init)
         self.runner = Runner(request, options.schedule, options.timeout, rank, self.holdings, traces)
+        self.meter = Meter(self.runner)
         self.stream: Stream | None = None
         self.steps = 0
         """Training steps that were taken: what a step draws depends on it."""
@@ -90,12 +92,14 @@ class Pipeline(Inspectable):
                     f"{self.stream.ticks.name} updates inside of a step, where a GradScaler can't skip an update",
                     ways_out=("bfloat16 needs no scaler", "a schedule that flushes"),
                 )
-            fed = self.stream.step(batch, self.options.loss_weight, outputs, self._seeds(self.stream.ticks.batch or 1))
+            with self.meter.step(batch):
+                fed = self.stream.step(batch, self.options.loss_weight, outputs, self._seeds(self.stream.ticks.batch or 1))
             self.steps += 1
             return fed
         weights = loss_weights(batch, batch.spans(self.options.schedule.microbatches), self.options.loss_weight)
         compiled = self.runner.compile(batch, weights, outputs, gradients=True)
-        results = self.runner.run(compiled, batch, [weight * scale for weight in weights], self._seeds(len(weights)))
+        with self.meter.step(batch):
+            results = self.runner.run(compiled, batch, [weight * scale for weight in weights], self._seeds(len(weights)))
         for rank, result in results.items():
             self._add_gradients(rank, compiled, result)
         if scaler is not None and scaler.is_enabled():
@@ -243,7 +247,12 @@ class Pipeline(Inspectable):
                 ways_out=("by stage: an optimizer that clips before its step (docs/asynchronous.md)", "a schedule that flushes"),
             )
         _ = self.partition
-        return clip_gradients(self.runner, max_norm, norm_type, deterministic)
+        self.meter.norm = clip_gradients(self.runner, max_norm, norm_type, deterministic)
+        return self.meter.norm
+
+    def metrics(self) -> Metrics:
+        """How long the newest training step took, what went through, and how long each rank waited. Every rank calls it."""
+        return self.meter.metrics(self.steps)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the modules' mode, as of a module."""

@@ -1,5 +1,6 @@
 """What crosses between processes: every kind of tensor, skips over stages; buffers that change from microbatch to microbatch."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -116,3 +117,22 @@ def test_dropout_is_that_of_plain_pytorch_on_any_ranks(pool: Callable[[int], Gro
     found = [losses for ranks, schedule, options in plans for losses in pool(ranks).run(check_dropout, schedule, options)]
     assert len(found) == 2 + 4 + 2 + 3 and found[0][0] != found[0][1]
     assert all(losses == pytest.approx(found[0], rel=1e-12) for losses in found)
+
+
+def wait_for_rank_0() -> tuple[float, ...]:
+    """Rank 0's part takes half a second more: rank 1 waits for it."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
+    pipe = pdcompiler.compile(model, 2, loss_fn=F.mse_loss, partition=["1"], microbatches=2)
+    rows = torch.randn(4, 6, dtype=torch.float64)
+    pipe.step(rows, target=rows)
+    dist.barrier()
+    time.sleep(0.5 * (dist.get_rank() == 0))
+    pipe.step(rows, target=rows)
+    found = pipe.metrics()
+    assert found.seconds >= 0.4 and found.steps == 2
+    return found.waited
+
+
+def test_metrics_say_who_waited(pool: Callable[[int], Group]) -> None:
+    first, second = pool(2).run(wait_for_rank_0)
+    assert first == second and first[0] < 0.3 < 0.4 <= first[1]
